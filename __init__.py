@@ -1,0 +1,7 @@
+"""Comfy Kitchen Accelerator: the node maps ComfyUI reads, and nothing else."""
+
+if __package__:
+    from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+
+    WEB_DIRECTORY = "./web"
+    __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "WEB_DIRECTORY"]
