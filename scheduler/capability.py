@@ -1,0 +1,148 @@
+"""What each engine backend can do, as frozen data. `rules` holds a call against it.
+
+Deny by default: a family, input, dtype, device or platform that a row does not list is refused.
+
+Where the rows come from: openvino's families and ranges were exported and run on ComfyUI's own UNet and MMDiT classes
+(latent sizes below 5 violate the exporter's guards at the UNet's third level; MMDiT pads odd sizes, so only even ones
+are captured). The upper ends bound what one dynamic engine is built for, not the hardware. tensorrt's compute
+capabilities are NVIDIA's support matrices of TensorRT 11 and TensorRT-RTX 1.7 (SM80 from the enum and the CPU-build
+page; there is no SM90 target in RTX). tensorrt and directml list no family: this version has no capture for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..backends.base import BackendId, DimRange, Precision
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyLimits:
+    """The inputs a captured family takes.
+
+    inputs: per input its dimensions in order; None is a size each engine fixes for itself (channels, widths).
+    """
+
+    family: str
+    inputs: tuple[tuple[str, tuple[DimRange | None, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeRule:
+    """The compute capabilities one library takes.
+
+    library: `LibraryFacts.name`. listed: exactly these; empty means everything from `minimum` up.
+    lacks: pairs of a compute capability and a precision it does not multiply in.
+    """
+
+    library: str
+    title: str
+    minimum: tuple[int, int]
+    listed: tuple[tuple[int, int], ...] = ()
+    lacks: tuple[tuple[tuple[int, int], Precision], ...] = ()
+
+    def accepts(self, capability: tuple[int, int]) -> bool:
+        return capability in self.listed if self.listed else capability >= self.minimum
+
+    @property
+    def text(self) -> str:
+        numbers = ", ".join(map(dotted, self.listed)) if self.listed else f"{dotted(self.minimum)} or newer"
+        return f"{numbers} for {self.title}"
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """One row of the table.
+
+    call_devices: per device of the backend (`""` when it has no setting for it) the torch device types whose tensors
+        it takes.
+    dtypes: of the inputs. attention: kinds of attention that the captured program computes; an override of it is a
+        blocker. control: whether control residuals are inputs of its engines.
+    compute: rules for NVIDIA GPUs; empty when it needs none.
+    """
+
+    backend: BackendId
+    platforms: tuple[str, ...]
+    call_devices: tuple[tuple[str, tuple[str, ...]], ...]
+    precisions: tuple[Precision, ...]
+    dtypes: tuple[str, ...]
+    families: tuple[FamilyLimits, ...] = ()
+    attention: tuple[str, ...] = ("scaled dot product",)
+    control: bool = False
+    compute: tuple[ComputeRule, ...] = ()
+
+
+_BATCH = DimRange("batch", 1, 64)
+_TOKENS = DimRange("tokens", 1, 4096)
+_UNET = FamilyLimits(
+    "unet",
+    (
+        ("x", (_BATCH, None, DimRange("height", 5, 1024), DimRange("width", 5, 1024))),
+        ("timesteps", (_BATCH,)),
+        ("context", (_BATCH, _TOKENS, None)),
+        ("y", (_BATCH, None)),
+    ),
+)
+_MMDIT = FamilyLimits(
+    "mmdit",
+    (
+        ("x", (_BATCH, None, DimRange("height", 4, 1024, 2), DimRange("width", 4, 1024, 2))),
+        ("timesteps", (_BATCH,)),
+        ("context", (_BATCH, _TOKENS, None)),
+        ("y", (_BATCH, None)),
+    ),
+)
+_FLOATS = ("float32", "bfloat16", "float16")
+
+CAPABILITIES: tuple[Capability, ...] = (
+    Capability(
+        "tensorrt",
+        platforms=("linux", "windows"),
+        call_devices=(("", ("cuda",)),),
+        precisions=("fp32", "bf16", "fp16"),
+        dtypes=_FLOATS,
+        compute=(
+            ComputeRule(
+                "tensorrt_rtx",
+                "TensorRT-RTX",
+                minimum=(7, 5),
+                listed=((7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)),
+                lacks=(((7, 5), "bf16"),),
+            ),
+            ComputeRule("tensorrt", "TensorRT", minimum=(7, 5), lacks=(((7, 5), "bf16"),)),
+        ),
+    ),
+    Capability(
+        "openvino",
+        platforms=("linux", "windows", "darwin"),
+        call_devices=(("CPU", ("cpu",)), ("GPU", ("cpu", "xpu")), ("NPU", ("cpu", "xpu"))),
+        precisions=("fp32", "bf16", "fp16"),
+        dtypes=_FLOATS,
+        families=(_UNET, _MMDIT),
+    ),
+    Capability(
+        "directml",
+        platforms=("windows",),
+        call_devices=(("", ("cpu", "privateuseone")),),
+        precisions=("fp32", "fp16"),
+        dtypes=("float32", "float16"),
+    ),
+)
+"""One row for every engine backend. `cuda` has none: it never refuses."""
+
+
+def capability(backend: BackendId) -> Capability:
+    """The row of an engine backend. Raises KeyError for `cuda`, which has none."""
+    for row in CAPABILITIES:
+        if row.backend == backend:
+            return row
+    raise KeyError(backend)
+
+
+def dotted(capability_: tuple[int, int]) -> str:
+    return f"{capability_[0]}.{capability_[1]}"
+
+
+def range_text(dim: DimRange) -> str:
+    step = f" in steps of {dim.multiple}" if dim.multiple > 1 else ""
+    return f"{dim.min} to {dim.max}{step}"
