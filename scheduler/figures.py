@@ -1,0 +1,137 @@
+"""What ran: per model and set of shapes the decision, the counters and the step times the report shows."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..backends.base import BackendId, Call, Decision, Precision, StepTimes
+
+_KEPT_RECORDS = 256
+_KEPT_SAMPLES = 64
+_KEPT_FALLBACKS = 20
+MIN_SAMPLES = 3
+"""Fewer step times than this say nothing: the first call of a shape warms up caches."""
+
+
+@dataclass(slots=True)
+class Steps:
+    """Durations of the latest calls of one path, in seconds, and how many calls there were in all."""
+
+    count: int = 0
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SAMPLES))
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds.append(seconds)
+
+    @property
+    def median_s(self) -> float | None:
+        values = tuple(self.seconds)
+        return statistics.median(values) if values else None
+
+    @property
+    def median_ms(self) -> float | None:
+        median = self.median_s
+        return None if median is None else round(median * 1000, 3)
+
+
+@dataclass(slots=True)
+class Record:
+    """One model and set of shapes.
+
+    paths: per backend and precision the calls it served; `("cuda", None)` is ComfyUI's own path.
+    offer: what `precision: fast` would gain and cost, one sentence.
+    proof_db: PSNR of the engine's first output against PyTorch's, when it was taken in this process.
+    """
+
+    model: str
+    shape: str
+    decision: Decision
+    paths: dict[tuple[BackendId, Precision | None], Steps] = field(default_factory=dict)
+    fallbacks: list[str] = field(default_factory=list)
+    proof_db: float | None = None
+    offer: str = ""
+
+    def steps(self, backend: BackendId, precision: Precision | None) -> Steps:
+        return self.paths.setdefault((backend, precision), Steps())
+
+    @property
+    def torch(self) -> Steps:
+        return self.steps("cuda", None)
+
+    def fall_back(self, decision: Decision, reason: str) -> None:
+        self.decision = decision
+        if len(self.fallbacks) < _KEPT_FALLBACKS:
+            self.fallbacks.append(reason)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the report: plain values, times in milliseconds."""
+        engines = {key: steps for key, steps in self.paths.items() if key[0] != "cuda"}
+        current = engines.get((self.decision.backend, self.decision.precision))
+        return {
+            "model": self.model,
+            "shape": self.shape,
+            "backend": self.decision.backend,
+            "precision": self.decision.precision,
+            "wanted": self.decision.wanted,
+            "why": self.decision.why,
+            "engine": self.decision.engine_digest,
+            "rejected": {backend: [r.text for r in reasons] for backend, reasons in self.decision.rejected},
+            "codes": {backend: [r.code for r in reasons] for backend, reasons in self.decision.rejected},
+            "engine_calls": sum(steps.count for steps in engines.values()),
+            "torch_calls": self.torch.count,
+            "engine_step_ms": current.median_ms if current else None,
+            "torch_step_ms": self.torch.median_ms,
+            "proof_db": self.proof_db,
+            "offer": self.offer,
+            "fallbacks": list(self.fallbacks),
+        }
+
+
+class Records:
+    """All records of this process, the least recently used forgotten first."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[tuple[str, ...], Record] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def _key(call: Call) -> tuple[str, ...]:
+        model = call.model
+        blocked = ",".join(r.code + r.subject for r in call.blockers)
+        control = "control" if call.control else ""
+        return (model.label, model.class_name, model.patch_fingerprint, call.shape_text, call.device, blocked, control)
+
+    def of(self, call: Call, decision: Decision) -> Record:
+        """The record of this call's model and shapes, with `decision` as its latest."""
+        key = self._key(call)
+        with self._lock:
+            record = self._records.get(key)
+            if record is None:
+                record = self._records[key] = Record(call.model.label, call.shape_text, decision)
+                while len(self._records) > _KEPT_RECORDS:
+                    self._records.popitem(last=False)
+            self._records.move_to_end(key)
+            record.decision = decision
+            return record
+
+    def times(self, call: Call) -> tuple[StepTimes, ...]:
+        """Step times measured in this process for this call's model and shapes, with enough samples to count."""
+        with self._lock:
+            record = self._records.get(self._key(call))
+        if record is None:
+            return ()
+        return tuple(
+            StepTimes(backend, precision, median, len(steps.seconds))
+            for (backend, precision), steps in list(record.paths.items())
+            if (median := steps.median_s) is not None and len(steps.seconds) >= MIN_SAMPLES
+        )
+
+    def select(self, label: str | None) -> list[Record]:
+        """Records of one model, or of all, the latest last."""
+        with self._lock:
+            return [r for r in self._records.values() if label is None or r.model == label]
