@@ -203,7 +203,7 @@ def _call_device(q: _Question) -> Iterator[Refusal]:
     for device in dict.fromkeys(t.device for t in (*q.call.tensors, *q.call.control)):
         if device.partition(":")[0] not in taken:
             target = f" with {q.row.backend}.device {q.device}" if q.device else ""
-            yield Refusal("call-device", f"device of the call's tensors{target}", device, one_of(taken))
+            yield Refusal("call-device", f"device of the call's tensors{target}", device or "unknown", one_of(taken))
 
 
 def _family(q: _Question) -> Iterator[Refusal]:

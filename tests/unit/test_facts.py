@@ -23,7 +23,7 @@ spec = importlib.util.spec_from_file_location("kitchen_accel", sys.argv[1], subm
 sys.modules["kitchen_accel"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["kitchen_accel"])
 import kitchen_accel.scheduler.facts, kitchen_accel.scheduler.decide, kitchen_accel.backends
-loaded = [m for m in ("torch", "openvino", "psutil", "tensorrt", "onnxruntime") if m in sys.modules]
+loaded = [m for m in ("torch", "openvino", "tensorrt", "onnx", "onnxruntime") if m in sys.modules]
 sys.exit(f"imported {loaded}" if loaded else 0)
 """
 
