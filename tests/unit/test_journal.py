@@ -590,7 +590,9 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import conftest
 from kitchen_accel.journal import Journal
-journal = Journal.open([Path(sys.argv[2])], max_mb=0.02, keep=100)
+from kitchen_accel import journal as module
+module._LOCK_WAIT_S = 60.0  # however busy this machine is
+journal = Journal.open([Path(sys.argv[2])], max_mb=0.005, keep=100)
 print("ready", flush=True)
 sys.stdin.readline()
 for n in range(200):
