@@ -2,11 +2,10 @@
 
 Deny by default: a family, input, dtype, device or platform that a row does not list is refused.
 
-Where the rows come from: openvino's families and ranges were exported and run on ComfyUI's own UNet and MMDiT classes
-(latent sizes below 5 violate the exporter's guards at the UNet's third level; MMDiT pads odd sizes, so only even ones
-are captured). The upper ends bound what one dynamic engine is built for, not the hardware. tensorrt's compute
-capabilities are NVIDIA's support matrices of TensorRT 11 and TensorRT-RTX 1.7 (SM80 from the enum and the CPU-build
-page; there is no SM90 target in RTX). tensorrt and directml list no family: this version has no capture for them.
+Which inputs and ranges a family has is `capture.families`' affair, the one table for captures and decisions; a row here
+names the families its backend was shown to run. tensorrt's compute capabilities are NVIDIA's support matrices of
+TensorRT 11 and TensorRT-RTX 1.7 (8.0 from its enum and its page on CPU builds; there is no target for 9.0 in RTX).
+tensorrt and directml list no family: this version has no backend file for them.
 """
 
 from __future__ import annotations
@@ -14,17 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..backends.base import BackendId, DimRange, Precision
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyLimits:
-    """The inputs a captured family takes.
-
-    inputs: per input its dimensions in order; None is a size each engine fixes for itself (channels, widths).
-    """
-
-    family: str
-    inputs: tuple[tuple[str, tuple[DimRange | None, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +44,9 @@ class Capability:
 
     call_devices: per device of the backend (`""` when it has no setting for it) the torch device types whose tensors
         it takes.
-    dtypes: of the inputs. attention: kinds of attention that the captured program computes; an override of it is a
-        blocker. control: whether control residuals are inputs of its engines.
+    dtypes: of the inputs. families: names in `capture.families`.
+    attention: kinds of attention that the captured program computes; an override of it is a blocker.
+    control: whether control residuals are inputs of its engines.
     compute: rules for NVIDIA GPUs; empty when it needs none.
     """
 
@@ -66,32 +55,12 @@ class Capability:
     call_devices: tuple[tuple[str, tuple[str, ...]], ...]
     precisions: tuple[Precision, ...]
     dtypes: tuple[str, ...]
-    families: tuple[FamilyLimits, ...] = ()
+    families: tuple[str, ...] = ()
     attention: tuple[str, ...] = ("scaled dot product",)
     control: bool = False
     compute: tuple[ComputeRule, ...] = ()
 
 
-_BATCH = DimRange("batch", 1, 64)
-_TOKENS = DimRange("tokens", 1, 4096)
-_UNET = FamilyLimits(
-    "unet",
-    (
-        ("x", (_BATCH, None, DimRange("height", 5, 1024), DimRange("width", 5, 1024))),
-        ("timesteps", (_BATCH,)),
-        ("context", (_BATCH, _TOKENS, None)),
-        ("y", (_BATCH, None)),
-    ),
-)
-_MMDIT = FamilyLimits(
-    "mmdit",
-    (
-        ("x", (_BATCH, None, DimRange("height", 4, 1024, 2), DimRange("width", 4, 1024, 2))),
-        ("timesteps", (_BATCH,)),
-        ("context", (_BATCH, _TOKENS, None)),
-        ("y", (_BATCH, None)),
-    ),
-)
 _FLOATS = ("float32", "bfloat16", "float16")
 
 CAPABILITIES: tuple[Capability, ...] = (
@@ -118,7 +87,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         call_devices=(("CPU", ("cpu",)), ("GPU", ("cpu", "xpu")), ("NPU", ("cpu", "xpu"))),
         precisions=("fp32", "bf16", "fp16"),
         dtypes=_FLOATS,
-        families=(_UNET, _MMDIT),
+        families=("unet", "mmdit"),
     ),
     Capability(
         "directml",

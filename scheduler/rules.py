@@ -22,7 +22,8 @@ from ..backends.base import (
     Refusal,
     TensorSpec,
 )
-from .capability import Capability, ComputeRule, FamilyLimits, capability, dotted, range_text
+from ..capture.families import Family, family
+from .capability import Capability, ComputeRule, capability, dotted, range_text
 from .policy import Policy
 from .precision import choose_precision, passes
 
@@ -76,8 +77,10 @@ class _Question:
         return self.policy.openvino_device.upper() if self.row.backend == "openvino" else ""
 
     @property
-    def limits(self) -> FamilyLimits | None:
-        return next((f for f in self.row.families if f.family == self.call.model.family), None)
+    def family(self) -> Family | None:
+        """The family's inputs and ranges; None when this backend does not run it."""
+        name = self.call.model.family
+        return family(name) if name in self.row.families else None
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
@@ -207,13 +210,12 @@ def _call_device(q: _Question) -> Iterator[Refusal]:
 
 
 def _family(q: _Question) -> Iterator[Refusal]:
-    if q.limits is None:
-        families = tuple(f.family for f in q.row.families)
+    if q.family is None:
         yield Refusal(
             "family",
             "model family",
             f"{q.call.model.family} ({q.call.model.class_name})",
-            one_of(families) if families else f"a capture for {q.row.backend}, and this version has none",
+            one_of(q.row.families) if q.row.families else f"a capture for {q.row.backend}, and this version has none",
         )
 
 
@@ -226,19 +228,23 @@ def _dtypes(q: _Question) -> Iterator[Refusal]:
 def _dims(q: _Question) -> Iterator[Refusal]:
     if not q.call.tensors:
         yield Refusal("input-set", "inputs of the call", "none", "the latent x at least")
-    if q.limits is None:
+    if q.family is None:
         return
-    known = dict(q.limits.inputs)
+    given = {spec.name for spec in q.call.tensors}
+    for want in q.family.inputs:
+        if want.name not in given and not want.optional:
+            yield Refusal("input-set", f"input {want.name}", "absent", f"present for the family {q.family.name}")
     sizes: dict[str, list[tuple[str, int]]] = {}
     for spec in q.call.tensors:
-        dims = known.get(spec.name)
-        if dims is None:
-            yield Refusal("input-set", f"input {spec.name}", "present", f"only {', '.join(known)}")
-        elif len(dims) != len(spec.shape):
-            yield Refusal("input-rank", f"input {spec.name}", f"{len(spec.shape)} dimensions", str(len(dims)))
+        row = q.family.input(spec.name)
+        if row is None:
+            names = ", ".join(want.name for want in q.family.inputs)
+            yield Refusal("input-set", f"input {spec.name}", "present", f"only {names}")
+        elif len(row.dims) != len(spec.shape):
+            yield Refusal("input-rank", f"input {spec.name}", f"{len(spec.shape)} dimensions", str(len(row.dims)))
         else:
-            yield from _ranges(spec, dims)
-            for size, dim in zip(spec.shape, dims, strict=True):
+            yield from _ranges(spec, row.dims)
+            for size, dim in zip(spec.shape, row.dims, strict=True):
                 if dim is not None:
                     sizes.setdefault(dim.name, []).append((spec.name, size))
     for name, seen in sizes.items():
@@ -334,14 +340,14 @@ def one_of(allowed: tuple[str, ...]) -> str:
 
 
 def _families_text(row: Capability) -> str:
-    return ", ".join(f.family for f in row.families) or "none in this version"
+    return ", ".join(row.families) or "none in this version"
 
 
 def _dims_text(row: Capability) -> str:
     lines = []
-    for family in row.families:
-        ranges = dict.fromkeys(d for _, dims in family.inputs for d in dims if d is not None)
-        lines.append(f"{family.family}: " + ", ".join(f"{d.name} {range_text(d)}" for d in ranges))
+    for name in row.families:
+        ranges = dict.fromkeys(dim for want in family(name).inputs for dim in want.dims if dim is not None)
+        lines.append(f"{name}: " + ", ".join(f"{dim.name} {range_text(dim)}" for dim in ranges))
     return "; ".join(lines) or "none in this version"
 
 

@@ -10,18 +10,16 @@ from kitchen_accel.backends.base import (
     BackendId,
     Call,
     DeviceFacts,
-    DimRange,
     EngineState,
     GpuFacts,
-    InputProfile,
     LibraryFacts,
     Measurement,
     ModelFacts,
     Precision,
     Refusal,
-    ShapeProfile,
     TensorSpec,
 )
+from kitchen_accel.capture.families import family
 from kitchen_accel.scheduler.capability import CAPABILITIES, capability
 from kitchen_accel.scheduler.policy import Policy
 from kitchen_accel.scheduler.rules import REFUSAL_CODES, RULES, describe, device_precisions, refusals
@@ -278,197 +276,6 @@ def test_a_call_on_directml() -> None:
     assert "input-dtype" in reasons("directml", call(dtype="bfloat16"), facts)
 
 
-def test_disabled() -> None:
-    found = reasons("openvino", call(), machine(), replace(POLICY, enabled=("tensorrt",)))
-
-    assert found["disabled"].actual == "tensorrt"
-    assert "openvino" in found["disabled"].required
-    # it was not probed because it is off, so its library says nothing
-    assert "missing-library" not in found
-
-
-def test_a_missing_library_is_passed_on_word_for_word() -> None:
-    missing = Refusal("missing-library", "openvino", "libtbb.so.12: cannot open", "the library", "pip install openvino")
-    other = Refusal("not-implemented", "backend tensorrt", "not in this version", "a version that has it")
-    facts = machine(openvino=missing, tensorrt=other)
-
-    assert reasons("openvino", call(), facts)["missing-library"] is missing
-    assert reasons("tensorrt", call(), facts)["not-implemented"] is other
-    assert "not probed" in reasons("directml", call(), facts)["missing-library"].text
-
-
-@pytest.mark.parametrize("family", ["flux", "wan", "unknown", "UNET", ""])
-@pytest.mark.parametrize("backend", [row.backend for row in CAPABILITIES])
-def test_families_are_a_whitelist(backend: BackendId, family: str) -> None:
-    found = reasons(backend, call(family=family), CPU_BOX)
-
-    assert family in found["family"].actual
-    if backend == "openvino":
-        assert found["family"].required == "one of unet, mmdit"
-
-
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float64", "int64"])
-def test_dtypes_are_a_whitelist(dtype: str) -> None:
-    found = [r for r in refusals("openvino", call(dtype=dtype), CPU_BOX, POLICY, READY) if r.code == "input-dtype"]
-
-    assert [r.subject for r in found] == ["input x", "input context"]
-    assert all(r.actual == dtype and "float32" in r.required for r in found)
-
-
-@pytest.mark.parametrize(
-    ("changes", "subject", "actual", "required"),
-    [
-        ({"x": (65, 4, 64, 64)}, "batch", "65", "1 to 64"),
-        ({"x": (2, 4, 4, 64)}, "height", "4", "5 to 1024"),
-        ({"x": (2, 4, 64, 1025)}, "width", "1025", "5 to 1024"),
-        ({"tokens": 4097}, "tokens", "4097", "1 to 4096"),
-        ({"family": "mmdit", "x": (2, 16, 63, 64)}, "height", "63", "4 to 1024 in steps of 2"),
-        ({"family": "mmdit", "x": (2, 16, 64, 2)}, "width", "2", "4 to 1024 in steps of 2"),
-    ],
-    ids=["batch", "unet-height", "unet-width", "tokens", "mmdit-odd-height", "mmdit-width"],
-)
-def test_limits_of_the_dimensions(changes: dict[str, Any], subject: str, actual: str, required: str) -> None:
-    found = [r for r in refusals("openvino", call(**changes), CPU_BOX, POLICY, READY) if r.code == "dim-range"]
-
-    assert found
-    assert all(subject in r.subject and r.actual == actual and r.required == required for r in found)
-    assert all(actual in r.text and required in r.text for r in found)
-
-
-@pytest.mark.parametrize("x", [(1, 4, 5, 1024), (64, 9, 1024, 5), (3, 8, 7, 9)], ids=str)
-def test_the_limits_themselves_and_odd_sizes_are_inside(x: tuple[int, ...]) -> None:
-    assert refusals("openvino", call(x=x, tokens=4096), CPU_BOX, POLICY, READY) == ()
-
-
-def test_unknown_inputs_and_ranks() -> None:
-    plain = call(x=(2, 16, 8, 64, 64))
-    odd = replace(plain, tensors=(*plain.tensors, TensorSpec("clip_fea", (2, 257, 1280), "float32", "cpu")))
-
-    found = reasons("openvino", odd, CPU_BOX)
-
-    assert found["input-rank"].actual == "5 dimensions"
-    assert found["input-rank"].required == "4"
-    assert found["input-set"].subject == "input clip_fea"
-    assert "x, timesteps, context, y" in found["input-set"].required
-    assert "input-set" in reasons("openvino", replace(plain, tensors=()), CPU_BOX)
-
-
-def test_equal_dimensions_must_be_equal() -> None:
-    plain = call()
-    stray = replace(plain, tensors=(*plain.tensors[:2], replace(plain.tensors[2], shape=(3, 77, 768))))
-
-    found = reasons("openvino", stray, CPU_BOX)
-
-    assert set(found) == {"dim-equal"}
-    assert found["dim-equal"].actual == "x 2, timesteps 2, context 3"
-
-
-def test_any_control_is_refused_with_its_count() -> None:
-    specs = tuple(TensorSpec(f"output.{i}", (2, 320, 64, 64), "float32", "cpu") for i in range(12))
-
-    found = reasons("openvino", call(control=specs), CPU_BOX)
-
-    assert set(found) == {"control"}
-    assert found["control"].actual == "12 (output.0, output.1, output.2, ...)"
-
-
-@pytest.mark.parametrize("backend", [row.backend for row in CAPABILITIES])
-def test_blockers_hold_for_every_engine_backend(backend: BackendId) -> None:
-    blockers = (
-        Refusal("attention-override", "transformer_options", "optimized_attention_override", "none"),
-        Refusal("hooks", "hooks of the patcher", "1 group", "none"),
-    )
-
-    found = refusals(backend, call(blockers=blockers), CPU_BOX, POLICY, READY)
-
-    assert all(blocker in found for blocker in blockers)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "compute", "actual"),
-    [
-        ("fp16", "float32", "fp16 was asked for"),
-        ("auto", "float64", "float64"),
-        ("auto", "float8_e4m3fn", "float8_e4m3fn"),
-    ],
-)
-def test_a_precision_the_device_lacks(wanted: Any, compute: str, actual: str) -> None:
-    found = reasons("openvino", call(compute=compute), CPU_BOX, replace(POLICY, precision=wanted))
-
-    assert found["precision"].actual == actual
-
-
-def test_an_engine_measured_below_its_threshold_is_not_right() -> None:
-    bad = replace(READY, measurements=(Measurement("fp32", "static", 59.9, 0.01, 0.04),))
-
-    found = reasons("openvino", call(), CPU_BOX, POLICY, bad)
-
-    assert set(found) == {"parity"}
-    assert "59.9 dB" in found["parity"].text
-    assert "60.0 dB" in found["parity"].text
-    assert set(reasons("openvino", call(), CPU_BOX, replace(POLICY, thresholds_db=()), READY)) == {"parity"}
-
-
-@pytest.mark.parametrize(
-    ("engine", "code", "says"),
-    [
-        (None, "no-engine", "none for this model"),
-        (EngineState("openvino", "absent", detail="weights_digest differs"), "no-engine", "weights_digest differs"),
-        (EngineState("openvino", "building", detail="converting, 40 %"), "building", "converting, 40 %"),
-        (EngineState("openvino", "failed", detail="child was killed by signal 9"), "build-failed", "signal 9"),
-        (EngineState("openvino", "quarantined", detail="PSNR 12.1 dB"), "quarantined", "PSNR 12.1 dB"),
-    ],
-    ids=["unknown", "absent", "building", "failed", "quarantined"],
-)
-def test_states_of_an_engine(engine: EngineState | None, code: str, says: str) -> None:
-    found = reasons("openvino", call(), CPU_BOX, POLICY, engine)
-
-    assert set(found) == {code}
-    assert says in found[code].text
-
-
-@pytest.mark.parametrize("engine", [None, READY], ids=["absent", "ready"])
-def test_without_a_digest_nothing_is_said_of_the_engine(engine: EngineState | None) -> None:
-    plain = call()
-    pending = replace(plain, model=replace(plain.model, weights_digest=""))
-
-    assert set(reasons("openvino", pending, CPU_BOX, POLICY, engine)) == {"digest-pending"}
-
-
-def test_outside_the_engines_own_profile() -> None:
-    batch = DimRange("batch", 1, 2)
-    size = DimRange("height", 8, 32)
-    profile = ShapeProfile(
-        (
-            InputProfile("x", "float16", (batch, 9, size, DimRange("width", 8, 128))),
-            InputProfile("timesteps", "float32", (batch,)),
-            InputProfile("context", "float32", (batch, DimRange("tokens", 77, 154, 77), 768)),
-            InputProfile("y", "float32", (batch, 2816)),
-        )
-    )
-
-    found = refusals("openvino", call(tokens=80), CPU_BOX, POLICY, replace(READY, profile=profile))
-
-    assert [(r.code, r.actual) for r in found] == [
-        ("input-dtype", "float32"),
-        ("dim-fixed", "4"),
-        ("dim-range", "64"),
-        ("dim-range", "80"),
-        ("input-set", "absent"),
-    ]
-    assert found[3].required == "77 to 154 in steps of 77"
-
-
-def test_all_reasons_are_given_not_only_the_first() -> None:
-    asked = call(family="flux", device="cuda:0", dtype="float64", control=(TensorSpec("middle.0", (1,), "x", "cpu"),))
-    policy = replace(POLICY, enabled=(), openvino_device="TPU", precision="fp16")
-
-    found = reasons("openvino", asked, machine(system="beos", openvino=OPENVINO), policy, None)
-
-    expected = ("disabled", "platform", "device", "family", "input-dtype", "control", "precision", "no-engine")
-    assert tuple(found) == expected
-
-
 def test_one_row_for_every_engine_backend_and_none_for_cuda() -> None:
     assert [row.backend for row in CAPABILITIES] == ["tensorrt", "openvino", "directml"]
     with pytest.raises(KeyError):
@@ -482,7 +289,7 @@ def test_every_rule_describes_every_row(row: Any) -> None:
     assert [name for name, _ in lines] == [rule.name for rule in RULES]
     assert all(text for _, text in lines)
     told = dict(lines)
-    assert all(family.family in told["family"] for family in row.families)
+    assert all(family(name).name in told["family"] for name in row.families)
     assert all(rule.text in told["compute capability"] for rule in row.compute)
     assert told["platform"] == ", ".join(row.platforms)
 

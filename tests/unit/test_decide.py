@@ -29,7 +29,7 @@ from kitchen_accel.backends.base import (
 )
 from kitchen_accel.errors import NoBackendError
 from kitchen_accel.scheduler import rules
-from kitchen_accel.scheduler.capability import CAPABILITIES, Capability, FamilyLimits
+from kitchen_accel.scheduler.capability import CAPABILITIES, Capability
 from kitchen_accel.scheduler.decide import (
     MIN_SAMPLES,
     Policy,
@@ -119,11 +119,10 @@ def codes(decision: Decision, backend: BackendId) -> list[str]:
 @pytest.fixture
 def everything_implemented(monkeypatch: pytest.MonkeyPatch) -> DeviceFacts:
     """A later version: every backend captures the UNet, and one machine and one call suit all three."""
-    unet: FamilyLimits = next(row for row in CAPABILITIES if row.backend == "openvino").families[0]
 
     def later(backend: BackendId) -> Capability:
         row = next(row for row in CAPABILITIES if row.backend == backend)
-        return replace(row, families=(unet,), platforms=("linux",), call_devices=(("", ("cpu",)), ("CPU", ("cpu",))))
+        return replace(row, families=("unet",), platforms=("linux",), call_devices=(("", ("cpu",)), ("CPU", ("cpu",))))
 
     monkeypatch.setattr(rules, "capability", later)
     card = GpuFacts("RTX 4090", "nvidia", (8, 9))
@@ -370,6 +369,7 @@ def test_buildable_is_what_lacks_nothing_but_the_engine(everything_implemented: 
     bare = rejections(call(), everything_implemented, POLICY, engines)
     assert buildable(bare) == ("tensorrt", "openvino")
     assert buildable(bare, "tensorrt") == ("tensorrt",)
+    assert buildable(rejections(call(), CPU_BOX, POLICY, {"openvino": engine()})) == ()
 
 
 @pytest.mark.parametrize("status", ["ready", "building", "failed", "quarantined"])
