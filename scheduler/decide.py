@@ -91,9 +91,7 @@ def decide(
     raise _no_backend(named, candidates)
 
 
-def rejections(
-    call: Call, facts: DeviceFacts, policy: Policy, engines: Mapping[BackendId, EngineState]
-) -> Rejected:
+def rejections(call: Call, facts: DeviceFacts, policy: Policy, engines: Mapping[BackendId, EngineState]) -> Rejected:
     """Every engine backend with all its reasons against `call`, speed left aside; no reason means it could serve."""
     return tuple(
         (backend, refusals(backend, call, facts, policy, engines.get(backend)))
