@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from itertools import pairwise
+from typing import Any
 
 import psutil
 
@@ -54,6 +55,8 @@ class StepClock:
 
     def __init__(self, url: str) -> None:
         self._ends: dict[str, list[float]] = {}
+        self._finished: set[str] = set()
+        self._news = threading.Condition()
         self._url = url
         self._loop = asyncio.new_event_loop()
         self._connected = threading.Event()
@@ -64,9 +67,16 @@ class StepClock:
         self._connected.wait()
         self._raise_error()
 
-    def intervals(self, prompt_id: str) -> list[float]:
-        """Seconds between the steps of one prompt, in order."""
-        ends = self._ends.get(prompt_id, [])
+    def intervals(self, prompt_id: str, timeout_s: float = 30.0) -> list[float]:
+        """Seconds between the steps of one finished prompt, in order.
+
+        The server's history may tell of the prompt's end before the last events arrive here: waits for them.
+        Raises TimeoutError.
+        """
+        with self._news:
+            if not self._news.wait_for(lambda: prompt_id in self._finished, timeout_s):
+                raise TimeoutError(f"no word of the end of prompt {prompt_id} in {timeout_s:.0f} seconds")
+            ends = self._ends.get(prompt_id, [])
         return [later - earlier for earlier, later in pairwise(ends)]
 
     def _raise_error(self) -> None:
@@ -107,5 +117,15 @@ class StepClock:
                 event = json.loads(message.data)
                 # the server greets a new listener with its status: from here on nothing is missed
                 self._connected.set()
-                if event.get("type") == "progress" and event["data"].get("value", 0) >= 1:
-                    self._ends.setdefault(str(event["data"]["prompt_id"]), []).append(now)
+                self._note(str(event.get("type")), event.get("data") or {}, now)
+
+    def _note(self, kind: str, data: dict[str, Any], now: float) -> None:
+        """Keep what one event of the server tells."""
+        prompt_id = str(data.get("prompt_id"))
+        with self._news:
+            if kind == "progress" and data.get("value", 0) >= 1:
+                self._ends.setdefault(prompt_id, []).append(now)
+            # sent after everything else of a prompt, however it ended
+            elif kind == "executing" and data.get("node") is None:
+                self._finished.add(prompt_id)
+                self._news.notify_all()
