@@ -133,9 +133,10 @@ class Dispatcher:
         """
         shelf = self.shelf
         required = shelf.fallback_forbidden
+        wanted_through: tuple[type[BaseException], ...] = (NoBackendError, *shelf.host.interrupts)
         try:
             decision = shelf.decide(session.model, call, inputs, session.wanted)
-        except (NoBackendError, *shelf.host.interrupts):
+        except wanted_through:
             raise
         except Exception as error:
             # deciding must never lose the prompt, whatever a library or a disk does

@@ -22,6 +22,7 @@ from ..backends.base import (
     Precision,
 )
 from ..cache.key import EngineKey, ModelIdentity
+from ..cache.manifest import Quarantine
 from ..cache.store import EngineStore, StoredEngine
 from ..capture.families import requested_profile
 from ..config import Settings, SettingsFile
@@ -122,7 +123,7 @@ class EngineShelf:
             return self._facts[1]
 
     def _policy(self, wanted: str, settings: Settings) -> Policy:
-        known: BackendId | Literal["auto"] = wanted if wanted in ("cuda", *_ENGINE_BACKENDS) else "auto"  # type: ignore[assignment]
+        known: BackendId | Literal["auto"] = wanted if wanted in ("cuda", *_ENGINE_BACKENDS) else "auto"
         parity = settings.parity
         return Policy(
             wanted=known,
@@ -167,7 +168,7 @@ class EngineShelf:
         return decision
 
     def _decide(self, call: Call, policy: Policy, settings: Settings) -> Decision:
-        states = {b: s for b in policy.enabled if b != "cuda" and (s := self._state(b, call, settings)) is not None}
+        states = {b: self._state(b, call, settings) for b in _ENGINE_BACKENDS if b in policy.enabled}
         return decide(call, self.facts(), policy, states, self._records.times(call))
 
     def offer(self, call: Call, decision: Decision) -> str:
@@ -176,8 +177,6 @@ class EngineShelf:
         if decision.backend == "cuda" or decision.precision is None:
             return ""
         state = self._state(decision.backend, call, settings)
-        if state is None:
-            return ""
         return fast_offer(state.measurements, decision.precision, self._policy("auto", settings).thresholds_db)
 
     def announce(self, label: str, call: Call, decision: Decision) -> None:
@@ -234,8 +233,8 @@ class EngineShelf:
             hardware=gpu or facts.cpu_name,
         )
 
-    def _state(self, backend: BackendId, call: Call, settings: Settings) -> EngineState | None:
-        """What the cache and the queue know; None when there is no key to ask with."""
+    def _state(self, backend: BackendId, call: Call, settings: Settings) -> EngineState:
+        """What the cache and the queue know; absent, without a digest, when there is no key to ask with."""
         key = self.key(backend, call, settings)
         if key is None:
             return EngineState(backend, "absent")
@@ -253,8 +252,8 @@ class EngineShelf:
             return EngineState(backend, "failed", digest, str(error))
         if digest in self._failed:
             return EngineState(backend, "failed", digest, self._failed[digest])
-        held = self.store.state(digest).quarantine
-        wanted = settings.precision if settings.precision in PRECISIONS else _STOCK.get(call.model.compute_dtype)
+        held: dict[str, Quarantine] = {**self.store.state(digest).quarantine}
+        wanted = settings.precision if settings.precision in PRECISIONS else _STOCK.get(call.model.compute_dtype, "")
         for name in ("*", wanted):
             if name in held:
                 return EngineState(backend, "quarantined", digest, held[name].reason)
@@ -297,8 +296,11 @@ class EngineShelf:
 
     def _commit(self, key: EngineKey, label: str, folder: Path, result: dict[str, Any], seconds: float) -> None:
         built = result_from_json(result)
+        staged = self.store.stage()
+        for item in folder.iterdir():
+            item.replace(staged / item.name)
         self.store.put(
-            key, folder, build_seconds=seconds, label=label, profile=built.profile,
+            key, staged, build_seconds=seconds, label=label, profile=built.profile,
             measurements=built.measurements, notes=built.notes,
         )  # fmt: skip
         self._failed.pop(key.folder_name, None)
