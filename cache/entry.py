@@ -15,9 +15,7 @@ from ..backends.base import Measurement, ShapeProfile
 from ..errors import CacheMiss
 from . import files as disk
 from .key import FOLDER_DIGITS, EngineKey, differences
-from .manifest import BLOBS_FOLDER, MANIFEST_FILE, MANIFEST_LIMIT_BYTES, FileRecord, Manifest
-
-BUILD_AGAIN: Final = "build it; until then the call runs on PyTorch"
+from .manifest import BLOBS_FOLDER, BUILD_AGAIN, MANIFEST_FILE, MANIFEST_LIMIT_BYTES, FileRecord, Manifest
 
 _ENTRY: Final = re.compile(rf"[0-9a-f]{{{FOLDER_DIGITS}}}", re.ASCII)
 _DIFFERENCES_SHOWN: Final = 5
@@ -49,6 +47,11 @@ class StoredEngine:
     def measurements(self) -> tuple[Measurement, ...]:
         """What the build process measured."""
         return self.manifest.measurements
+
+    @property
+    def label(self) -> str:
+        """The model's name for people."""
+        return self.manifest.label
 
     @property
     def blobs(self) -> Path:

@@ -14,7 +14,16 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from ..backends.base import BACKEND_IDS, BackendId, BuildOptions, InputProfile, ModelFacts, ShapeProfile
+# pydantic before 2.10 looks up the names in a nested dataclass's annotations here, not where it was defined
+from ..backends.base import (
+    BACKEND_IDS,
+    BackendId,
+    BuildOptions,
+    DimRange,  # noqa: F401
+    InputProfile,
+    ModelFacts,
+    ShapeProfile,
+)
 from ..errors import CacheError
 
 KEY_FORMAT: Final = 1

@@ -14,12 +14,23 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from ..backends.base import BackendId, Measurement, Precision, ShapeProfile, StepTimes
+# DimRange, InputProfile and the like: see key.py
+from ..backends.base import (
+    PRECISIONS,
+    BackendId,
+    BuildOptions,  # noqa: F401
+    DimRange,  # noqa: F401
+    InputProfile,  # noqa: F401
+    Measurement,
+    Precision,
+    ShapeProfile,
+    StepTimes,
+)
 from ..errors import CacheError, CacheMiss
 from .files import clean_text, strict_json
-from .key import EngineKey
+from .key import EngineKey, ModelIdentity  # noqa: F401
 
 MANIFEST_FORMAT: Final = 1
 """Raised whenever the manifest or the folder's layout changes; every other number is a miss."""
@@ -30,6 +41,9 @@ MANIFEST_LIMIT_BYTES: Final = 1_000_000
 NAME_LIMIT: Final = 48
 """Longest payload name: `.staging/<pid>-<8 hex digits>/<name>` then stays under 80 characters, as does
 `<20 hex digits>/<name>`, so that an engine below a deep Windows folder stays under its 260."""
+
+BUILD_AGAIN: Final = "build it; until then the call runs on PyTorch"
+"""The next step after every miss."""
 
 MANIFEST_FILE: Final = "manifest.json"
 STATE_FILE: Final = "state.json"
@@ -176,7 +190,9 @@ class Manifest(_Strict):
         try:
             raw = strict_json(data)
         except ValueError as error:
-            raise CacheMiss("the manifest is no valid JSON", field="manifest", got=_brief(error)) from error
+            raise CacheMiss(
+                "the manifest is no valid JSON", field="manifest", got=_brief(error), next_step=BUILD_AGAIN
+            ) from error
         found = raw.get("format_version") if isinstance(raw, dict) else None
         if type(found) is int and found != MANIFEST_FORMAT:
             raise CacheMiss(
@@ -184,16 +200,23 @@ class Manifest(_Strict):
                 field="format_version",
                 got=found,
                 allowed=str(MANIFEST_FORMAT),
-                next_step="it is built again; the old one goes when space is needed",
+                next_step=BUILD_AGAIN,
             )
         try:
             manifest = Manifest.model_validate_json(data, strict=True)
             # pydantic passes over unknown fields of plain dataclasses; what comes out must be all that went in
             complete = manifest.model_dump(mode="json") == raw
         except (ValidationError, ValueError, CacheError) as error:
-            raise CacheMiss("the manifest does not follow its schema", field="manifest", got=_brief(error)) from error
+            raise CacheMiss(
+                "the manifest does not follow its schema", field="manifest", got=_brief(error), next_step=BUILD_AGAIN
+            ) from error
         if not complete:
-            raise CacheMiss("the manifest holds unknown fields", field="manifest", allowed="the fields of format 1")
+            raise CacheMiss(
+                "the manifest holds unknown fields",
+                field="manifest",
+                allowed=f"the fields of format {MANIFEST_FORMAT}",
+                next_step=BUILD_AGAIN,
+            )
         return manifest
 
 
@@ -272,9 +295,18 @@ class ProvenState(_Strict):
     """
 
     format_version: Literal[1] = 1
-    proofs: Mapping[Precision, Proof] = {}
-    quarantine: Mapping[Precision | Literal["*"], Quarantine] = {}
+    # text keys with a check of our own: pydantic before 2.6 takes no Literal for a key of JSON
+    proofs: Mapping[str, Proof] = {}
+    quarantine: Mapping[str, Quarantine] = {}
     times: Mapping[str, Mapping[str, TimeRecord]] = {}
+
+    @field_validator("proofs", "quarantine")
+    @classmethod
+    def _by_precision(cls, found: Mapping[str, Any], info: ValidationInfo) -> Mapping[str, Any]:
+        for name in found:
+            if name not in PRECISIONS and (info.field_name, name) != ("quarantine", "*"):
+                raise ValueError(f"{name!r} is no precision")
+        return found
 
     def quarantined(self, precision: Precision) -> Quarantine | None:
         """Why the engine must not run in `precision`, or None."""

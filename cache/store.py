@@ -26,10 +26,11 @@ from ..backends.base import Measurement, Precision, ShapeProfile, StepTimes
 from ..errors import CacheError, CacheMiss
 from . import files as disk
 from . import staging
-from .entry import BUILD_AGAIN, CacheEntry, StoredEngine, Verifier, entry_folders, is_plain_tree, read_entry
+from .entry import CacheEntry, StoredEngine, Verifier, entry_folders, is_plain_tree, read_entry
 from .key import FOLDER_DIGITS, EngineKey
 from .manifest import (
     BLOBS_FOLDER,
+    BUILD_AGAIN,
     MANIFEST_FILE,
     MANIFEST_FORMAT,
     MANIFEST_LIMIT_BYTES,

@@ -34,7 +34,7 @@ KEY = EngineKey(
 
 def changes(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Every way to change one thing below `value`, with the name a difference should have. By reflection."""
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             for name, changed in changes(getattr(value, field.name), f"{path}.{field.name}".lstrip(".")):
                 yield name, replace(value, **{field.name: changed})
