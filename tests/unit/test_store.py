@@ -354,10 +354,8 @@ def test_a_state_grows_and_is_kept(store: EngineStore, root: Path) -> None:
     other.quarantine(digest, "bf16", "PSNR 12 dB")
     state = store.state(digest)
     assert set(state.proofs) == {"fp32"}
-    bf16, fp32 = state.quarantined("bf16"), state.quarantined("fp32")
-    assert bf16 is not None
-    assert bf16.reason == "PSNR 12 dB"
-    assert fp32 is None
+    assert getattr(state.quarantined("bf16"), "reason", None) == "PSNR 12 dB"
+    assert state.quarantined("fp32") is None
     whole = store.quarantine(digest, "*", "crashed")
     assert whole.proofs == {}
     assert whole.quarantined("fp32") is not None
