@@ -191,7 +191,8 @@ class Journal:
         """Write one event.
 
         kind: stable word for machines, e.g. `"decision"`, `"build"`, `"fallback"`. message: for people; may have
-        lines. fields: anything; exceptions become type and message, with their traceback in the JSON file only.
+        lines. fields: for the JSON file, anything; `kitchen.log` shows of them exceptions (type and message, the
+        traceback is in the JSON file only) and the lines of `detail`.
         """
         if self._kept(level):
             self._write(kind, message, level, _jsonable(fields))
@@ -235,7 +236,9 @@ class Journal:
     def _write(self, kind: str, message: str, level: str, fields: dict[str, Any]) -> None:
         now = datetime.now(timezone.utc)
         text = _for_people(kind, message, fields)
-        self._logger.log(_LEVELS.get(level, logging.INFO), "%s", text)
+        # the console is shared with everybody else: one line, and the whole of it only when something went wrong
+        shown = text if level != "info" else text.partition("\n")[0]
+        self._logger.log(_LEVELS.get(level, logging.INFO), "[kitchen_accel] %s", shown)
         record: dict[str, Any] = {
             "ts": now.isoformat(timespec="milliseconds"),
             "kind": _short(str(kind), _MAX_TEXT),
@@ -383,15 +386,12 @@ def _without_tracebacks(value: Any) -> Any:
 
 
 def _for_people(kind: str, message: str, fields: Mapping[str, Any]) -> str:
-    """`kind: message (name=value, ...)`, each exception on a line of its own, further lines indented."""
-    inline: list[str] = []
+    """`kind: message`, then each exception and the lines of `detail`, indented; all other fields are for machines."""
     below: list[str] = []
     for name, value in fields.items():
         if isinstance(value, dict) and value.keys() == {"type", "message", "traceback"}:
             below.append(f"{name}: {value['type']}: {value['message']}")
-        else:
-            text = value if isinstance(value, str) else _dumps(_without_tracebacks(value)).decode()
-            inline.append(f"{name}={_short(text, 200)}")
-    head = f"{kind}: {message}" + (f" ({', '.join(inline)})" if inline else "")
-    text = "\n".join(_short(line, 4_000) for line in (head, *below))
+        elif name == "detail" and value:
+            below.extend(map(str, value) if isinstance(value, list) else str(value).splitlines())
+    text = "\n".join(_short(line, 4_000) for line in (f"{kind}: {message}", *below))
     return text.replace("\r\n", "\n").translate(_CONTROL).replace("\n", "\n    ")

@@ -196,6 +196,7 @@ class EngineShelf:
             backend=decision.backend, precision=decision.precision, wanted=decision.wanted, model=label,
             shape=call.shape_text, engine=decision.engine_digest,
             rejected={backend: [r.text for r in reasons] for backend, reasons in decision.rejected},
+            detail=[f"not {backend}: {r.text}" for backend, reasons in decision.rejected for r in reasons],
         )  # fmt: skip
 
     # -- keys and states ----------------------------------------------------------------------------------------

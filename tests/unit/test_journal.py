@@ -10,6 +10,7 @@ import fractions
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -48,7 +49,7 @@ def human(folder: Path) -> str:
 def test_event_in_both_files_and_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "kitchen_accel")
     with Journal(tmp_path) as journal:
-        journal.event("build", "engine built", seconds=1.5, 模型="小")
+        journal.event("build", "engine built", seconds=1.5, 模型="小", detail=["not x: y", "not z: w"])
     (record,) = records(tmp_path)
     assert record | {"ts": ""} == {
         "ts": "",
@@ -58,12 +59,13 @@ def test_event_in_both_files_and_in_the_log(tmp_path: Path, caplog: pytest.LogCa
         "pid": os.getpid(),
         "seconds": 1.5,
         "模型": "小",
+        "detail": ["not x: y", "not z: w"],
     }
     stamp = datetime.datetime.fromisoformat(record["ts"])
     assert stamp.utcoffset() == datetime.timedelta(0)
     assert abs(datetime.datetime.now(datetime.timezone.utc) - stamp) < datetime.timedelta(minutes=5)
-    assert human(tmp_path).endswith("INFO    build: engine built (seconds=1.5, 模型=小)\n")
-    assert caplog.record_tuples == [("kitchen_accel", logging.INFO, "build: engine built (seconds=1.5, 模型=小)")]
+    assert human(tmp_path).endswith("INFO    build: engine built\n    not x: y\n    not z: w\n")
+    assert caplog.record_tuples == [("kitchen_accel", logging.INFO, "[kitchen_accel] build: engine built")]
 
 
 @pytest.mark.parametrize("threshold", ["debug", "info", "warning"])
@@ -115,9 +117,9 @@ def test_closed_journal_only_logs(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 def test_lines_of_a_message_cannot_look_like_an_event(tmp_path: Path) -> None:
     message = "first\n2026-01-01 00:00:00 WARNING fake: event\r\nthird\x1b[31m\x00\x9b"
-    Journal(tmp_path).event("k", message, name="a\nb")
+    Journal(tmp_path).event("k", message, detail="a\nb")
     lines = human(tmp_path).split("\n")
-    assert [line.startswith("    ") for line in lines] == [False, True, True, True, False]
+    assert [line.startswith("    ") for line in lines] == [False, True, True, True, True, False]
     assert lines[-1] == ""
     assert "\\x1b[31m\\x00\\x9b" in lines[2]
     assert records(tmp_path)[0]["message"] == message
@@ -632,4 +634,4 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
     assert len(parsed) == 400
     lines = [line for f in tmp_path.glob(f"{LOG_NAME}*") for line in f.read_text("utf-8").splitlines()]
     assert len(lines) == 400
-    assert all(" INFO    k: " in line and line.endswith(")") for line in lines)
+    assert all(re.search(r" INFO    k: [ab]-\d+$", line) for line in lines)
