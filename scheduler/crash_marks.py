@@ -8,9 +8,10 @@ until the mark is removed or a week old: else every start of the server would ru
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
-import socket
+import platform
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,7 @@ class CrashMark:
 
     attempts: builds that died, plus the one that runs while `pid` is not 0.
     updated: seconds since the epoch.
-    host, pid, pid_started: the server process whose build runs; empty and 0 once it ended.
+    machine, pid, pid_started: the server process whose build runs; empty and 0 once it ended.
     """
 
     key_digest: str
@@ -45,7 +46,7 @@ class CrashMark:
     attempts: int
     last_error: str
     updated: float
-    host: str = ""
+    machine: str = ""
     pid: int = 0
     pid_started: float = 0.0
     format: int = _FORMAT
@@ -53,7 +54,7 @@ class CrashMark:
     @property
     def running(self) -> bool:
         """Whether the build runs this moment in a living process of this machine, so that nothing has died yet."""
-        if not self.pid or self.host != socket.gethostname():
+        if not self.pid or self.machine != _machine():
             return False
         try:
             return abs(psutil.Process(self.pid).create_time() - self.pid_started) < _SAME_PROCESS_S
@@ -114,12 +115,12 @@ class CrashMarks:
                 # stays only when nobody lives to write a better reason
                 last_error="the server ended while this build ran",
                 updated=time.time(),
-                host=socket.gethostname(),
+                machine=_machine(),
                 pid=os.getpid(),
                 pid_started=psutil.Process().create_time(),
             )
         )
-        return None if prior is None or crashes < 1 else replace(prior, attempts=crashes, host="", pid=0)
+        return None if prior is None or crashes < 1 else replace(prior, attempts=crashes, machine="", pid=0)
 
     def crashed(self, key_digest: str, label: str, prior: CrashMark | None, error: str) -> None:
         """The build that began died: keep the mark, with what is known of the death."""
@@ -156,3 +157,8 @@ class CrashMarks:
             _log.warning("crash mark %s cannot be written, so a crash will not be remembered: %s", path, error)
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
+
+
+def _machine() -> str:
+    """Tells the machines that share a folder apart without writing their names down."""
+    return hashlib.sha256(platform.node().encode("utf-8", "replace")).hexdigest()[:16]

@@ -121,18 +121,20 @@ def test_a_failed_key_is_not_retried_until_it_is_forgotten(bench: Bench) -> None
     assert bench.run(bench.job("finish()")).status == "done"
 
 
-def test_an_interrupt_ends_a_running_build_with_its_whole_tree(bench: Bench) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_interrupt_ends_a_running_build_with_its_whole_tree(bench: Bench, apart: bool) -> None:
     body = (
         """
 import subprocess
 (job / "out").mkdir(); (job / "out" / "half.bin").write_bytes(b"x" * 1000)
 inner = "import pathlib, os, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
-subprocess.Popen([sys.executable, "-I", "-c", inner, spec["pid_file"] + "2"], stdout=subprocess.DEVNULL)
+subprocess.Popen([sys.executable, "-I", "-c", inner, spec["pid_file"] + "2"], stdout=subprocess.DEVNULL,
+    start_new_session=APART)
 while not pathlib.Path(spec["pid_file"] + "2").exists(): time.sleep(0.01)
 """
         + HANG
     )
-    ticket = bench.queue.submit(bench.job(body))
+    ticket = bench.queue.submit(bench.job(body.replace("APART", str(apart))))
     child = bench.child()
     second = bench.folder / "pid2"
     until(lambda: second.read_text() != "")
@@ -256,6 +258,7 @@ def test_a_preparation_that_raises(bench: Bench, error: Exception, kind: str, wo
     failure = bench.failure(bench.job("alive(); finish()", prepare=prepare))
     assert failure.kind == kind
     assert words in failure.message
+    assert failure.message.count("next step") == 1
     assert type(error).__name__ in failure.traceback
     assert not bench.pid_file.exists()
     assert bench.mark() is None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import socket
+import platform
 import subprocess
 import sys
 import time
@@ -95,9 +96,10 @@ def test_a_damaged_mark_bars_nothing(bench: Bench, text: str) -> None:
 
 def test_a_build_that_runs_in_another_living_server_is_no_crash(bench: Bench) -> None:
     me = psutil.Process()
-    write_mark(bench, host=socket.gethostname(), pid=me.pid, pid_started=me.create_time())
+    machine = hashlib.sha256(platform.node().encode()).hexdigest()[:16]
+    write_mark(bench, machine=machine, pid=me.pid, pid_started=me.create_time())
     assert bench.run(bench.job("finish()")).status == "done"
-    write_mark(bench, host=socket.gethostname(), pid=me.pid, pid_started=me.create_time() - 3600)
+    write_mark(bench, machine=machine, pid=me.pid, pid_started=me.create_time() - 3600)
     state = bench.run(bench.job("finish()"))
     assert state.failure is not None
     assert state.failure.kind == "refused"
