@@ -13,6 +13,7 @@ import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -67,6 +68,10 @@ FULL_SIGNS = ("No space left on device", "Errno 28", "not enough space on the di
 
 class DevError(Exception):
     """What is wrong, in one sentence that a user can act on."""
+
+
+class Terminated(Exception):
+    """This program was asked to end by SIGTERM."""
 
 
 def say(text: str) -> None:
@@ -283,7 +288,7 @@ def run_pip(arguments: list[str]) -> None:
             log.flush()
             lines.append(line.rstrip())
             if re.match(r"\s*(Collecting|Downloading|Building|Installing|Successfully)\b", line):
-                say("  " + line.strip()[:110])
+                say("  " + re.sub(r" \(from .*", "", line.strip())[:110])
     if process.wait():
         raise DevError(pip_failure(lines))
 
@@ -345,10 +350,23 @@ def check_types() -> bool:
     return done.returncode == 0
 
 
-def run_in_root(*command: str) -> bool:
-    """Run a program of the venv in the repository. True when it ends well."""
-    line = [str(venv_program(command[0])), *command[1:]]
-    return subprocess.run(line, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode == 0
+def run_program(name: str, *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> int:
+    """Run a program of the venv. Returns its exit status.
+
+    When this program is stopped, that one gets the time to stop the servers it started, which would outlive it.
+    """
+    process = subprocess.Popen([str(venv_program(name)), *arguments], cwd=cwd, env=env, stdin=subprocess.DEVNULL)
+    try:
+        return process.wait()
+    except BaseException as error:
+        if isinstance(error, Terminated):
+            process.terminate()
+        # Ctrl-C it got from the terminal, as we did
+        try:
+            process.wait(20)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, Terminated):
+            process.kill()
+        raise
 
 
 def command_test(options: argparse.Namespace) -> int:
@@ -357,7 +375,7 @@ def command_test(options: argparse.Namespace) -> int:
     failed = []
     for name, command in (("ruff check", ["check", "."]), ("ruff format", ["format", "--check", "."])):
         say(name)
-        if not run_in_root("ruff", *command):
+        if run_program("ruff", *command):
             failed.append(name)
     say("mypy --strict")
     if not check_types():
@@ -366,11 +384,10 @@ def command_test(options: argparse.Namespace) -> int:
         raise DevError(f"No test was run, because of what {' and '.join(failed)} said above.")
     say("pytest")
     # the script and not `python -m pytest`, which would put the repository's folders before installed packages
-    command = [str(venv_program("pytest")), "tests/unit" if options.fast else "tests"]
+    arguments = ["tests/unit" if options.fast else "tests"]
     if options.k:
-        command += ["-k", options.k]
-    env = {**os.environ, "COMFYUI_PATH": str(comfyui)}
-    return subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, check=False).returncode
+        arguments += ["-k", options.k]
+    return run_program("pytest", *arguments, env={**os.environ, "COMFYUI_PATH": str(comfyui)})
 
 
 def command_demo(options: argparse.Namespace) -> int:
@@ -378,16 +395,15 @@ def command_demo(options: argparse.Namespace) -> int:
     comfyui = prepare(options)
     out = ROOT / ".demo"
     out.mkdir(exist_ok=True)
-    command = [str(venv_program("python")), "-m", "kitchen_accel.tools.demo"]
-    command += ["--comfyui", str(comfyui), "--pack", str(ROOT), "--out", str(out)]
+    arguments = ["-m", "kitchen_accel.tools.demo", "--comfyui", str(comfyui), "--pack", str(ROOT), "--out", str(out)]
     if options.checkpoint:
-        command += ["--checkpoint", str(Path(options.checkpoint).expanduser().resolve())]
+        arguments += ["--checkpoint", str(Path(options.checkpoint).expanduser().resolve())]
     for name in DEMO_OPTIONS:
         value = getattr(options, name)
         if value is not None:
-            command += [f"--{name}", value]
+            arguments += [f"--{name}", value]
     # not in ROOT: `-m` puts its folder first on the path
-    return subprocess.run(command, cwd=out, stdin=subprocess.DEVNULL, check=False).returncode
+    return run_program("python", *arguments, cwd=out)
 
 
 def prepare(options: argparse.Namespace) -> Path:
@@ -416,6 +432,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def terminate(number: int, frame: object) -> None:
+    """Handler of SIGTERM: ends like Ctrl-C, so that nothing is left running."""
+    raise Terminated
+
+
 def main(arguments: list[str]) -> int:
     """Run a command. Returns the exit status."""
     for stream in (sys.stdout, sys.stderr):
@@ -429,7 +450,7 @@ def main(arguments: list[str]) -> int:
         return status
     except DevError as error:
         print(f"dev.py: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         print("dev.py: stopped.", file=sys.stderr)
     except OSError as error:
         print(f"dev.py: {error.strerror or error}: {error.filename or ''}".rstrip(": "), file=sys.stderr)
@@ -437,4 +458,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, terminate)
     sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ really made the picture and the pictures agree as closely as the engine's precis
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 import time
@@ -272,8 +273,12 @@ def main() -> int:
     parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--prompt", default="a bowl of ripe oranges on a kitchen table, morning light")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, so that the server ends too
     try:
         demo(options)
+    except KeyboardInterrupt:
+        print("[demo] stopped", file=sys.stderr, flush=True)
+        return 1
     except (DemoError, ServerError, PromptError, RuntimeError) as error:
         print(f"[demo] failed: {error}", file=sys.stderr, flush=True)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,11 @@ SD15 = "tiny_sd15.ckpt"
 SDXL = "tiny_sdxl.ckpt"
 
 MakeServer = Callable[..., ComfyServer]
+
+
+def pytest_configure() -> None:
+    """SIGTERM ends the session like Ctrl-C, so that no server outlives it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
