@@ -7,6 +7,7 @@ build never touches the GPU a prompt is running on.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import types
 from pathlib import Path
@@ -65,4 +66,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # native libraries can crash while the interpreter shuts down, and by now the result is complete
+    os._exit(status)

@@ -28,10 +28,11 @@ def load_checkpoint(name: str, backend: str) -> tuple[Any, Any, Any]:
     import folder_paths
 
     path = folder_paths.get_full_path_or_raise("checkpoints", name)
+    source = runtime().source(name, Path(path))
     model, clip, vae = comfy.sd.load_checkpoint_guess_config(
         path, output_vae=True, output_clip=True, embedding_directory=folder_paths.get_folder_paths("embeddings")
     )[:3]
-    return runtime().accelerate(model, Source(name, Path(path)), backend), clip, vae
+    return runtime().accelerate(model, source, backend), clip, vae
 
 
 def load_diffusion_model(name: str, weight_dtype: str, backend: str) -> Any:
@@ -48,8 +49,9 @@ def load_diffusion_model(name: str, weight_dtype: str, backend: str) -> Any:
     elif weight_dtype == "fp8_e5m2":
         options["dtype"] = torch.float8_e5m2
     path = folder_paths.get_full_path_or_raise("diffusion_models", name)
+    source = runtime().source(name, Path(path), weight_dtype)
     model = comfy.sd.load_diffusion_model(path, model_options=options)
-    return runtime().accelerate(model, Source(name, Path(path), weight_dtype), backend)
+    return runtime().accelerate(model, source, backend)
 
 
 def accelerate(model: Any, backend: str) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..backends.base import Call, ModelFacts, Refusal
+from ..cache.digests import FileStamp
 from ..capture.families import family_of
 from ..errors import BuildError
 from . import weights
@@ -55,11 +56,13 @@ class Source:
     label: for people, e.g. the checkpoint's name in the loader.
     file: the checkpoint, when our own loader read it; its size and mtime then stand for its content.
     variant: what else decides the weights in memory, e.g. the loader's weight dtype.
+    stamp: how the file was before it was read.
     """
 
     label: str
     file: Path | None = None
     variant: str = ""
+    stamp: FileStamp | None = None
 
 
 def encode_config(value: Any) -> Any:

@@ -65,6 +65,10 @@ class Runtime:
         self._fingerprints = Fingerprints()
         self._sweep()
 
+    def source(self, label: str, file: Path, variant: str = "") -> Source:
+        """A model's source, to be taken *before* the file is read, so that a change meanwhile is noticed."""
+        return Source(label, file, variant, self._memo.stamp(file))
+
     def accelerate(self, patcher: Any, source: Source, wanted: str) -> Any:
         """A clone of `patcher` whose network goes through the dispatcher.
 
@@ -123,7 +127,7 @@ class Runtime:
 
     def _remember(self, source: Source, what: str, digest: str) -> None:
         if source.file is not None:
-            self._memo.put(source.file, what, digest)
+            self._memo.put(source.file, what, digest, before=source.stamp)
 
     def _on_build(self, event: BuildEvent) -> None:
         state = event.state

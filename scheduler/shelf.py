@@ -298,12 +298,16 @@ class EngineShelf:
     def _commit(self, key: EngineKey, label: str, folder: Path, result: dict[str, Any], seconds: float) -> None:
         built = result_from_json(result)
         staged = self.store.stage()
-        for item in folder.iterdir():
-            item.replace(staged / item.name)
-        self.store.put(
-            key, staged, build_seconds=seconds, label=label, profile=built.profile,
-            measurements=built.measurements, notes=built.notes,
-        )  # fmt: skip
+        try:
+            for item in folder.iterdir():
+                item.replace(staged / item.name)
+            self.store.put(
+                key, staged, build_seconds=seconds, label=label, profile=built.profile,
+                measurements=built.measurements, notes=built.notes,
+            )  # fmt: skip
+        except BaseException:
+            self.store.discard(staged)
+            raise
         self._failed.pop(key.folder_name, None)
         self.store.evict(in_use=self._loaded.digests() | {key.folder_name})
 
