@@ -431,7 +431,10 @@ def _as(kind: type[BackendError], what: str, next_step: str | None = None) -> It
     except Exception as error:  # OpenVINO raises RuntimeError, TypeError and classes of its converter's own
         if isinstance(error, BackendError):
             raise kind(str(error).rstrip("."), next_step=next_step) from error
-        raise kind(what, got=f"{type(error).__name__}: {error}", next_step=next_step) from error
+        # its messages are stacks of places in its own source, with the reason between them
+        lines = [line.strip() for line in str(error).splitlines()]
+        reason = " ".join(line for line in lines if line and not line.startswith(("Exception from", "Check '")))
+        raise kind(what, got=f"{type(error).__name__}: {reason or error}", next_step=next_step) from error
 
 
 def _declare(ov: Any, model: Any, names: tuple[str, ...], profile: ShapeProfile) -> None:

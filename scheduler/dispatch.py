@@ -8,7 +8,6 @@ Only a failing engine is left within a run.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from ..backends.base import Call, Decision, Engine, Refusal
 from ..errors import EngineError, NoBackendError
 from .engines import Lease
-from .figures import Record, Records, Steps
+from .figures import CudaClock, HostClock, Record, Records, Steps, clock_for
 from .shelf import EngineShelf, ModelPort
 
 PEAK_DB = 999.0
@@ -49,6 +48,7 @@ class Entry:
     call: Call
     decision: Decision
     record: Record
+    clock: HostClock | CudaClock
     torch: Steps
     steps: Steps
     lease: Lease | None = None
@@ -81,9 +81,9 @@ class Session:
             entry = self.entries[signature] = self.dispatcher.resolve(self, describe(), inputs)
         engine = entry.engine
         if engine is None:
-            started = time.perf_counter()
+            started = entry.clock.begin()
             output = eager()
-            entry.torch.add(time.perf_counter() - started)
+            entry.clock.end(started, entry.torch)
             return output
         if entry.probe or entry.lease is None:
             return self.dispatcher.probe(entry, inputs, eager)
@@ -94,11 +94,11 @@ class Session:
             return eager()
         failure: Exception | None = None
         try:
-            started = time.perf_counter()
+            started = entry.clock.begin()
             output = engine.run(inputs)
             # a sum is finite exactly when every element is, but for overflow, which no latent comes near
             if math.isfinite(float(output.sum())):
-                entry.steps.add(time.perf_counter() - started)
+                entry.clock.end(started, entry.steps)
                 return output
         except Exception as error:
             failure = error
@@ -145,7 +145,7 @@ class Dispatcher:
             decision = Decision("cuda", "the decision failed", session.wanted, rejected=(("openvino", (refusal,)),))
         record = self.records.of(call, decision)
         steps = record.steps(decision.backend, decision.precision)
-        entry = Entry(call, decision, record, record.torch, steps, required=required)
+        entry = Entry(call, decision, record, clock_for(call.device), record.torch, steps, required=required)
         if decision.backend != "cuda":
             try:
                 entry.lease = shelf.lease(decision, call)
@@ -170,9 +170,9 @@ class Dispatcher:
                 output = engine.run(inputs)
         except Exception as error:
             return self.fail(entry, error, eager)
-        started = time.perf_counter()
+        started = entry.clock.begin()
         reference = eager()
-        entry.torch.add(time.perf_counter() - started)
+        entry.clock.end(started, entry.torch)
         figure = psnr_db(reference, output)
         threshold = self.shelf.threshold_db(decision.precision)
         if figure >= threshold:
@@ -216,6 +216,7 @@ class Dispatcher:
 
     def finish(self, session: Session) -> None:
         for entry in session.entries.values():
+            entry.clock.settle()
             if entry.lease is not None:
                 self.shelf.release(entry.lease)
             entry.engine = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import threading
+import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,56 @@ class Steps:
     def median_ms(self) -> float | None:
         median = self.median_s
         return None if median is None else round(median * 1000, 3)
+
+
+class HostClock:
+    """Times calls whose result is there when they return, i.e. on the CPU."""
+
+    def begin(self) -> Any:
+        return time.perf_counter()
+
+    def end(self, token: Any, steps: Steps) -> None:
+        steps.add(time.perf_counter() - token)
+
+    def settle(self) -> None:
+        """Nothing is pending."""
+
+
+class CudaClock:
+    """Times calls that only queue work on a CUDA device, with a pair of events that are read when the run is over.
+
+    Reading them earlier would make the host wait for the device in every step.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._pending: deque[tuple[Any, Any, Steps]] = deque(maxlen=_KEPT_SAMPLES)
+
+    def _mark(self) -> Any:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def begin(self) -> Any:
+        return self._mark()
+
+    def end(self, token: Any, steps: Steps) -> None:
+        steps.count += 1
+        self._pending.append((token, self._mark(), steps))
+
+    def settle(self) -> None:
+        """Read the pending events; waits for the last of them."""
+        while self._pending:
+            begin, end, steps = self._pending.popleft()
+            end.synchronize()
+            steps.seconds.append(begin.elapsed_time(end) / 1000)
+
+
+def clock_for(device: str) -> HostClock | CudaClock:
+    """The clock for calls on `device`, torch's name of it."""
+    return CudaClock(device) if device.partition(":")[0] == "cuda" else HostClock()
 
 
 @dataclass(slots=True)
