@@ -302,7 +302,7 @@ def _engine(q: _Question) -> Iterator[Refusal]:
     elif status == "building":
         yield Refusal("building", subject, f"being built{detail}", "a finished build", "wait for it")
     elif status == "failed":
-        yield Refusal("build-failed", subject, f"its build failed{detail}", "a finished build", "see kitchen.log")
+        yield Refusal("build-failed", subject, f"failed{detail}", "one that builds and runs", "see kitchen.log")
     elif status == "quarantined":
         yield Refusal("quarantined", subject, f"quarantined{detail}", "an engine that agrees with PyTorch")
     elif q.engine is not None and q.engine.profile is not None:

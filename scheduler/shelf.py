@@ -248,7 +248,7 @@ class EngineShelf:
         except CacheMiss as miss:
             if building is not None and building.status == "failed":
                 return EngineState(backend, "failed", digest, building.text)
-            return EngineState(backend, "absent", digest, str(miss))
+            return EngineState(backend, "absent", digest, self._too_early(key.digest, call, settings) or str(miss))
         except CacheError as error:
             return EngineState(backend, "failed", digest, str(error))
         if digest in self._failed:
@@ -261,6 +261,17 @@ class EngineShelf:
         usable = tuple(m for m in found.measurements if m.precision not in held)
         return EngineState(backend, "ready", digest, "", usable, found.profile)
 
+    def _too_early(self, digest: str, call: Call, settings: Settings) -> str:
+        """Why an engine for patched weights is not built yet; empty when it may be. Strengths are often only tried."""
+        needed, uses = settings.builds.patched_after_runs, self._uses.get(digest, 0)
+        if not call.model.patch_fingerprint or 0 < needed <= uses:
+            return ""
+        if needed == 0:
+            return "the weights are patched (LoRA), and builds.patched_after_runs is 0"
+        return (
+            f"the weights are patched (LoRA): {uses} prompts used these patches, builds.patched_after_runs is {needed}"
+        )
+
     # -- builds ---------------------------------------------------------------------------------------------------
 
     def _request(
@@ -271,10 +282,9 @@ class EngineShelf:
         key = self.key(backend, call, settings)
         if key is None:
             return None
-        if call.model.patch_fingerprint and not blocking:
-            needed = settings.builds.patched_after_runs
-            self._uses[key.digest] = uses = self._uses.get(key.digest, 0) + 1
-            if needed == 0 or uses < needed:
+        if call.model.patch_fingerprint:
+            self._uses[key.digest] = self._uses.get(key.digest, 0) + 1
+            if self._too_early(key.digest, call, settings) and not (blocking and settings.builds.patched_after_runs):
                 return None
         options = self._options(backend, settings)
         spec = JobSpec(
