@@ -220,10 +220,19 @@ class OpenVINOEngine:
 
     def _check(self, tensors: tuple[TensorSpec, ...]) -> None:
         # dtypes are converted at the boundary, so they are no reason to refuse
-        found = [r for r in self._profile.refusals(tensors) if r.code != "input-dtype"]
+        found = [r.text for r in self._profile.refusals(tensors) if r.code != "input-dtype"]
+        if not found:
+            sizes: dict[str, set[int]] = {}
+            given = {t.name: t.shape for t in tensors}
+            for want in self._profile.inputs:
+                for size, dim in zip(given[want.name], want.dims, strict=True):
+                    if isinstance(dim, DimRange):
+                        sizes.setdefault(dim.name, set()).add(size)
+            # OpenVINO would stretch a size of 1 to fit, which the network does not do
+            found = [f"{name} is {sorted(s)} in its inputs, needs one size" for name, s in sizes.items() if len(s) > 1]
         if found:
             raise EngineError(
-                "the call is outside the shapes this engine accepts: " + "; ".join(r.text for r in found),
+                "the call is outside the shapes this engine accepts: " + "; ".join(found),
                 next_step="the call runs in PyTorch instead",
             )
 
@@ -266,8 +275,8 @@ class OpenVINOEngine:
         }
         if self._options.threads and self._asked == "CPU":
             properties["INFERENCE_NUM_THREADS"] = self._options.threads
-        blob = self._folder / BLOBS_FOLDER / f"{self._blob_name(shapes)}.blob"
         with _as(EngineError, f"OpenVINO could not compile the network for {self._asked}"):
+            blob = self._folder / BLOBS_FOLDER / f"{self._blob_name(shapes)}.blob"
             compiled = self._import(blob, properties)
             if compiled is None:
                 model = self._model.clone()
