@@ -363,7 +363,7 @@ def run_program(name: str, *arguments: str, cwd: Path = ROOT, env: dict[str, str
             process.terminate()
         # Ctrl-C it got from the terminal, as we did
         try:
-            process.wait(20)
+            process.wait(30)
         except (subprocess.TimeoutExpired, KeyboardInterrupt, Terminated):
             process.kill()
         raise
@@ -433,7 +433,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def terminate(number: int, frame: object) -> None:
-    """Handler of SIGTERM: ends like Ctrl-C, so that nothing is left running."""
+    """Handler of SIGTERM: ends like Ctrl-C, so that nothing is left running. A second one changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Terminated
 
 

@@ -147,12 +147,15 @@ class ComfyServer:
         process = self._process
         if process is None:
             return
-        self._close_watchers()
-        if process.poll() is None:
-            _ask_to_end(process)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s)
-        self.kill9()
+        try:
+            self._close_watchers()
+            if process.poll() is None:
+                _ask_to_end(process)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout_s)
+        finally:
+            # also when an impatient second Ctrl-C ends the waiting
+            self.kill9()
 
     def kill9(self) -> None:
         """End the server and all its children at once, as a crash would."""
@@ -355,6 +358,19 @@ class ComfyServer:
 
     def _tail(self, lines: int = 30) -> str:
         return f"\n--- end of {self.log_file} ---\n" + "\n".join(self.log_text.splitlines()[-lines:])
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this program as Ctrl-C does, so that servers it started end too; a second one is ignored.
+
+    A shell or `timeout` sends it to a whole group, whose members may send it on to each other.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def link_folder(source: Path, target: Path) -> None:

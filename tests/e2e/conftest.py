@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from kitchen_accel.tools import tiny_checkpoints
-from kitchen_accel.tools.comfy_server import ComfyServer
+from kitchen_accel.tools.comfy_server import ComfyServer, end_on_sigterm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +21,7 @@ MakeServer = Callable[..., ComfyServer]
 
 def pytest_configure() -> None:
     """SIGTERM ends the session like Ctrl-C, so that no server outlives it."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_on_sigterm()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
