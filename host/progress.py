@@ -19,13 +19,21 @@ def interrupts() -> tuple[type[BaseException], ...]:
     return (mm.InterruptProcessingException,)
 
 
-def show(text: str) -> None:
-    """Show a line on the node that is being executed; does nothing where there is no such node or no server."""
-    # a text nobody can see is not worth an error
+def node() -> str | None:
+    """Id of the node that is being executed on this thread, or None."""
     with suppress(Exception):
         from comfy_execution.utils import get_executing_context
-        from server import PromptServer
 
         context = get_executing_context()
-        if context is not None:
-            PromptServer.instance.send_progress_text(text, context.node_id)
+        return None if context is None else str(context.node_id)
+    return None
+
+
+def show(text: str, node_id: str | None) -> None:
+    """Show a line on a node; does nothing without a node, or where no server is there to show it."""
+    # a text nobody can see is not worth an error
+    with suppress(Exception):
+        from server import PromptServer
+
+        if node_id is not None:
+            PromptServer.instance.send_progress_text(text, node_id)

@@ -31,7 +31,10 @@ def _entry_lines(entry: dict[str, Any]) -> list[str]:
     if entry["offer"]:
         lines.append(f"  {entry['offer']}")
     for backend, reasons in entry["rejected"].items():
-        lines.extend(f"  not {backend}: {reason}" for reason in reasons)
+        codes = entry["codes"][backend]
+        # of a backend this version does not have, nothing else is worth reading; the JSON keeps it all
+        shown = [reasons[codes.index("not-implemented")]] if "not-implemented" in codes else reasons
+        lines.extend(f"  not {backend}: {reason}" for reason in shown)
     lines.extend(f"  fell back: {reason}" for reason in entry["fallbacks"])
     return lines
 

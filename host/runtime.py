@@ -58,7 +58,7 @@ class Runtime:
         self._memo = DigestMemo(root / "digests.json")
         self.records = Records()
         self.queue = BuildQueue(self._on_build, markers=root / ".marks")
-        host = HostPorts(progress.poll, progress.interrupts(), progress.show)
+        host = HostPorts(progress.poll, progress.interrupts(), progress.node, progress.show)
         self.shelf = EngineShelf(self.settings, self.store, self.queue, self.records, self.journal, host)
         self.dispatcher = Dispatcher(self.shelf, self.records)
         self._digests = DigestWorker(_DIGEST_THREADS)
@@ -131,7 +131,7 @@ class Runtime:
 
     def _on_build(self, event: BuildEvent) -> None:
         state = event.state
-        progress.show(f"{state.label}: {state.text}")
+        self.shelf.show_build(state)
         if event.step:
             level: Any = "warning" if state.status == "failed" else "info"
             self.journal.event(

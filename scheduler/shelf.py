@@ -30,7 +30,7 @@ from ..errors import CacheError, CacheMiss, CaptureError, EngineError
 from ..journal import Journal
 from ..version import VERSION
 from . import facts as machine
-from .builds import BuildJob, BuildQueue, BuildTicket
+from .builds import BuildJob, BuildQueue, BuildState, BuildTicket
 from .child import JobSpec, result_from_json
 from .decide import Policy, buildable, decide, fast_offer
 from .engines import Lease, LoadedEngines
@@ -71,12 +71,14 @@ class HostPorts:
     """What the host lends the shelf.
 
     poll: raises one of `interrupts` when the user interrupted the prompt.
-    progress: shows a line of text on the node that is being executed; never raises.
+    node: id of the node that is being executed on the calling thread, or None.
+    show: shows a line of text on a node, from any thread; never raises.
     """
 
     poll: Callable[[], None]
     interrupts: tuple[type[BaseException], ...]
-    progress: Callable[[str], None]
+    node: Callable[[], str | None]
+    show: Callable[[str, str | None], None]
 
 
 class EngineShelf:
@@ -99,6 +101,7 @@ class EngineShelf:
         self._proven: set[tuple[str, str, str]] = set()
         self._announced: dict[tuple[str, str], object] = {}
         self._uses: dict[str, int] = {}
+        self._nodes: dict[str, str | None] = {}
         self._waiting: set[str] = set()
 
     # -- settings and facts ---------------------------------------------------------------------------------
@@ -161,7 +164,7 @@ class EngineShelf:
             for backend in buildable(decision):
                 ticket = self._request(backend, model, call, inputs, settings, blocking=blocking)
                 if ticket is not None and blocking:
-                    self._wait(ticket, call)
+                    self.queue.wait(ticket, self.host.poll)
             decision = self._decide(call, lenient, settings)
         if policy.fallback == "none":
             return self._decide(call, policy, settings)
@@ -303,6 +306,7 @@ class EngineShelf:
             timeout_s=settings.builds.timeout_min * 60,
             memory_ceiling_bytes=int(settings.builds.memory_ceiling_gb * _GB),
         )
+        self._nodes[key.digest] = self.host.node() or self._nodes.get(key.digest)
         return self.queue.submit(job)
 
     def _commit(self, key: EngineKey, label: str, folder: Path, result: dict[str, Any], seconds: float) -> None:
@@ -355,20 +359,19 @@ class EngineShelf:
         future = model.digest()
         if future is None:
             return
-        self.host.progress(f"{model.label}: reading the weights")
+        self.host.show(f"{model.label}: reading the weights", self.host.node())
         while not future.done():
             self.host.poll()
             # a future has no wait with a poll; a tenth of a second is what an interrupt may take
             threading.Event().wait(0.1)
 
-    def _wait(self, ticket: BuildTicket, call: Call) -> None:
-        def poll() -> None:
-            state = self.queue.state(ticket.key_digest)
-            if state is not None:
-                self.host.progress(f"{state.label}: {state.text}")
-            self.host.poll()
-
-        self.queue.wait(ticket, poll)
+    def show_build(self, state: BuildState) -> None:
+        """Show a build's progress on the node that asked for it."""
+        asked = self._nodes.get(state.key_digest)
+        text = f"{state.label}: engine {state.text}"
+        if state.status == "done":
+            text = f"{state.label}: engine ready, the next prompt uses it"
+        self.host.show(text, asked)
 
     # -- engines ----------------------------------------------------------------------------------------------------
 
