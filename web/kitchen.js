@@ -123,35 +123,48 @@ function chain(prototype, name, action) {
   };
 }
 
-app?.registerExtension?.({
-  name: "kitchen_accel.report",
+/**
+ * ComfyUI serves this folder under the pack's folder name and, from pyproject.toml, under the project's name, because
+ * its server cannot serve files of a folder whose name has spaces or non-ASCII letters. So this file may load twice.
+ */
+const LOADED = Symbol.for("kitchen_accel.report");
 
-  async addCustomNodeDefs(defs) {
-    await translate(defs).catch((error) => console.warn("[kitchen_accel] the nodes' titles stay English:", error));
-  },
+if (!globalThis[LOADED]) {
+  globalThis[LOADED] = true;
+  app?.registerExtension?.(extension());
+}
 
-  beforeRegisterNodeDef(nodeType, nodeData) {
-    if (nodeData?.name !== NODE) return;
-    chain(nodeType.prototype, "onNodeCreated", (node) => {
-      if (!boxOf(node)) return;
-      const [width = 0, height = 0] = node.size ?? [];
-      node.setSize?.([Math.max(width, MIN_SIZE[0]), Math.max(height, MIN_SIZE[1])]);
-    });
-    chain(nodeType.prototype, "onConfigure", (node) => {
-      const kept = node.properties?.[PROPERTY];
-      if (typeof kept === "string") show(node, kept);
-    });
-    chain(nodeType.prototype, "onExecuted", showOutput);
-  },
+function extension() {
+  return {
+    name: "kitchen_accel.report",
 
-  // a finished job opened from the queue, and another workflow's tab: outputs come back without a run
-  onNodeOutputsUpdated(outputs) {
-    guarded(() => {
-      const graph = app.rootGraph ?? app.graph;
-      for (const [id, output] of Object.entries(outputs ?? {})) {
-        const node = graph?.getNodeById?.(Number.isNaN(Number(id)) ? id : Number(id));
-        if (node?.type === NODE) showOutput(node, output);
-      }
-    });
-  },
-});
+    async addCustomNodeDefs(defs) {
+      await translate(defs).catch((error) => console.warn("[kitchen_accel] the nodes' titles stay English:", error));
+    },
+
+    beforeRegisterNodeDef(nodeType, nodeData) {
+      if (nodeData?.name !== NODE) return;
+      chain(nodeType.prototype, "onNodeCreated", (node) => {
+        if (!boxOf(node)) return;
+        const [width = 0, height = 0] = node.size ?? [];
+        node.setSize?.([Math.max(width, MIN_SIZE[0]), Math.max(height, MIN_SIZE[1])]);
+      });
+      chain(nodeType.prototype, "onConfigure", (node) => {
+        const kept = node.properties?.[PROPERTY];
+        if (typeof kept === "string") show(node, kept);
+      });
+      chain(nodeType.prototype, "onExecuted", showOutput);
+    },
+
+    // a finished job opened from the queue, and another workflow's tab: outputs come back without a run
+    onNodeOutputsUpdated(outputs) {
+      guarded(() => {
+        const graph = app.rootGraph ?? app.graph;
+        for (const [id, output] of Object.entries(outputs ?? {})) {
+          const node = graph?.getNodeById?.(Number.isNaN(Number(id)) ? id : Number(id));
+          if (node?.type === NODE) showOutput(node, output);
+        }
+      });
+    },
+  };
+}
