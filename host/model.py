@@ -129,7 +129,8 @@ class ModelBinding:
             self.config = {}
             self._refusals.append(Refusal("config", "network configuration", str(odd), "plain data"))
         class_name = f"{cls.__module__}.{cls.__qualname__}"
-        compute = getattr(model, "manual_cast_dtype", None) or network.dtype
+        # another patcher of this model may have its own dtype in place just now
+        compute = patcher.get_model_object("manual_cast_dtype") or network.dtype
         self._facts = ModelFacts(
             family=family_of(class_name),
             class_name=class_name,
