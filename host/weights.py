@@ -23,7 +23,9 @@ from ..backends.base import Refusal
 from ..errors import BuildError
 
 NETWORK_PREFIX = "diffusion_model."
-_FORWARDS = frozenset({"forward", "_forward", "forward_orig", "forward_core_with_concat"})
+_KNOWN_CODE = frozenset({"comfy", "torch"})
+"""Top-level packages whose code a network may run: what `code_digest` and the library versions in a key cover."""
+
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 """Storage dtypes a build can take over, with their names in the safetensors format."""
 _KEPT_FINGERPRINTS = 64
@@ -64,11 +66,21 @@ def _feed(digest: Any, value: Any) -> None:
         for key in sorted(value, key=str):
             _feed(digest, str(key))
             _feed(digest, value[key])
-    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-        # a closure can hold anything, so only plain functions are known by their name
-        if getattr(value, "__closure__", None):
+    elif isinstance(value, types.BuiltinFunctionType):
+        digest.update(f"F{value.__module__}.{value.__qualname__};".encode())
+    elif isinstance(value, types.FunctionType):
+        # a closure can hold anything; defaults and code are read, since lambdas of one function share their name
+        if value.__closure__:
             raise _Unhashable(f"function {value.__qualname__} with captured variables")
         digest.update(f"F{value.__module__}.{value.__qualname__};".encode())
+        _feed(digest, [value.__defaults__, value.__kwdefaults__, value.__code__])
+    elif isinstance(value, types.CodeType):
+        digest.update(b"C" + value.co_code + repr(value.co_names).encode())
+        _feed(digest, value.co_consts)
+    elif isinstance(value, frozenset):  # this and the next: what else a function's constants can be
+        _feed(digest, sorted(map(repr, value)))
+    elif isinstance(value, (bytes, complex)) or value is Ellipsis:
+        digest.update(f"{type(value).__name__}:{value!r};".encode())
     elif hasattr(value, "weights") and hasattr(value, "calculate_weight"):
         digest.update(f"A{type(value).__module__}.{type(value).__qualname__};".encode())
         _feed(digest, value.weights)
@@ -105,7 +117,7 @@ class Fingerprints:
             count += 1
             try:
                 _feed(digest, [tuple(entry) for entry in patches[key]])
-            except _Unhashable as odd:
+            except Exception as odd:  # packs put anything into a patch
                 refusal = Refusal(
                     "patch-kind", f"weight patch on {key}", str(odd), "a LoRA or difference of plain tensors"
                 )
@@ -180,7 +192,12 @@ class DigestWorker:
         patcher = ref()
         if patcher is None:
             raise BuildError("the model was freed before its weights were read")
-        digest = weights_digest(patcher, self._threads)
+        try:
+            digest = weights_digest(patcher, self._threads)
+        except Exception as error:
+            # the future keeps the error, and the error's frames would keep the model
+            patcher = None
+            raise error.with_traceback(None) from None
         remember(digest)
         return digest
 
@@ -211,18 +228,30 @@ def network_refusals(patcher: Any) -> tuple[Refusal, ...]:
     for key in sorted(map(str, patcher.object_patches)):
         if key.startswith("diffusion_model") or key == "manual_cast_dtype":
             found.append(Refusal("object-patch", f"object patch {key}", "present", "none inside the network"))
-    network = patcher.model.diffusion_model
+    network, foreign = patcher.model.diffusion_model, ""
     for name, module in network.named_modules():
         where = name or "the network"
-        own = module.__dict__
-        replaced = _FORWARDS & own.keys()
+        own, cls = module.__dict__, type(module)
+        replaced = [k for k, v in own.items() if callable(v) and callable(getattr(cls, k, None))]
         if replaced:
             found.append(Refusal("monkeypatch", f"{where}.{min(replaced)}", "replaced", "ComfyUI's own method"))
+        foreign = foreign or _foreign_code(cls)
         if own.get("_forward_hooks") or own.get("_forward_pre_hooks"):
             found.append(Refusal("forward-hook", f"forward hooks on {where}", "present", "none"))
         if len(found) > 8:
             break
+    if foreign:
+        found.append(Refusal("foreign-module", "code of the network", foreign, "ComfyUI's and PyTorch's own"))
     return tuple(found)
+
+
+def _foreign_code(cls: type) -> str:
+    """The name of `cls`, or of the `forward` somebody gave it, when it is code that no engine's key covers."""
+    for code in (cls, getattr(cls, "forward", cls)):
+        module = getattr(code, "__module__", None) or ""
+        if module.partition(".")[0] not in _KNOWN_CODE:
+            return f"{module}.{getattr(code, '__qualname__', type(code).__name__)}"
+    return ""
 
 
 def is_resident(patcher: Any) -> bool:
