@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..backends.base import Call, Refusal, TensorSpec
+from ..errors import HostError
 from .model import ModelBinding
 from .weights import dtype_name
 
@@ -52,12 +53,11 @@ def _present(value: Any) -> bool:
 def option_blockers(options: Mapping[str, Any]) -> tuple[Refusal, ...]:
     """A Refusal for every entry of `transformer_options` that acts, or may act, inside the network."""
     found: list[Refusal] = []
-    for key in sorted((str(k) for k in options.keys() - _OUTSIDE), key=str):
-        value = options[key]
+    for key, value in sorted(((k, v) for k, v in options.items() if k not in _OUTSIDE), key=lambda item: str(item[0])):
         if not _present(value):
             continue
-        if key in ("patches", "patches_replace"):
-            kinds = ", ".join(sorted(k for k, v in value.items() if _present(v)))
+        if key in ("patches", "patches_replace") and isinstance(value, Mapping):
+            kinds = ", ".join(sorted(str(k) for k, v in value.items() if _present(v)))
             found.append(Refusal("block-patch", key, kinds, "no patches inside the network"))
         else:
             found.append(Refusal("option", f"transformer_options[{key!r}]", type(value).__name__, "absent"))
@@ -67,7 +67,8 @@ def option_blockers(options: Mapping[str, Any]) -> tuple[Refusal, ...]:
 class Run:
     """One sampling run of one model: what was found about it at its first step, and its session.
 
-    sigmas: the run's own sigma tensor. ComfyUI makes a new one per run, so identity tells runs apart.
+    sigmas: the run's own sigma tensor. ComfyUI makes a new one per run, so identity tells runs apart; its multi-GPU
+        sampling copies it to the other devices at every step, so an equal one is the same run too.
     """
 
     __slots__ = (
@@ -81,11 +82,22 @@ class Run:
         self.patcher = weakref.proxy(patcher)
         self.sigmas = sigmas
         self.uuid = patcher.patches_uuid
-        self.blockers = model.run_refusals(patcher)
+        try:
+            self.blockers = model.run_refusals(patcher)
+        except Exception as error:
+            # packs put anything into a patcher; what cannot be understood is no reason to lose the prompt
+            self.blockers = (Refusal("error", "looking at the model", f"{type(error).__name__}: {error}", "no error"),)
         self.session = dispatcher.session(model.port(patcher), wanted)
         self.names = model.argument_names
         self._compiling = torch.compiler.is_compiling
         self._grad = torch.is_grad_enabled
+
+    def goes_on(self, patcher: Any, sigmas: Any) -> bool:
+        """Whether a call of `patcher` with `sigmas` belongs to this run."""
+        mine = self.sigmas
+        if sigmas is None or mine is None or self.uuid != patcher.patches_uuid:
+            return False
+        return sigmas is mine or (sigmas.device == mine.device and bool(sigmas.equal(mine)))
 
     def innermost(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """The innermost DIFFUSION_MODEL wrapper: the dispatch entry."""
@@ -98,6 +110,8 @@ class Run:
         inputs: dict[str, Any] = {}
         odd: list[tuple[str, str]] = []
         signature: list[Any] = []
+        for index, value in enumerate(args[len(self.names) :]):
+            odd.append((f"number {len(self.names) + index + 1}", type(value).__name__))
         for name, value in values.items():
             if value is None:
                 continue
@@ -112,7 +126,7 @@ class Run:
         if unknown:
             flags.extend(r for r in option_blockers(options))
         if control is not None and _present(control):
-            flags.append(("control", tuple(sorted(control))))
+            flags.append(("control", tuple(sorted(map(str, control))) if isinstance(control, Mapping) else ()))
         if self.patcher.current_hooks is not None:
             flags.append("hooks")
         if executor.idx + 1 < len(executor.wrappers):
@@ -155,15 +169,19 @@ class Run:
 
 
 def _control_specs(control: Any) -> tuple[TensorSpec, ...]:
-    if not isinstance(control, Mapping):
+    """Specs of the residuals in `{"output": [tensor | None, ...], "middle": [...], "input": [...]}`."""
+    if control is None:
         return ()
+    groups = control if isinstance(control, Mapping) else {"control": [control]}
     specs: list[TensorSpec] = []
-    for group in sorted(control):
-        for index, tensor in enumerate(control[group] or ()):
-            if tensor is not None:
-                specs.append(
-                    TensorSpec(f"{group}.{index}", tuple(tensor.shape), dtype_name(tensor.dtype), str(tensor.device))
-                )
+    for group in sorted(groups, key=str):
+        found = groups[group]
+        for index, tensor in enumerate(found if isinstance(found, (list, tuple)) else [found]):
+            if tensor is None:
+                continue
+            # packs may put anything here: listed, so that the call is not taken for one without control
+            shape, dtype, device = (getattr(tensor, name, None) for name in ("shape", "dtype", "device"))
+            specs.append(TensorSpec(f"{group}.{index}", tuple(shape or ()), dtype_name(dtype), str(device)))
     return tuple(specs)
 
 
@@ -222,7 +240,7 @@ class ApplyModel:
 
     def _run(self, patcher: Any, sigmas: Any) -> Run:
         run = self._runs.get(patcher)
-        if run is None or sigmas is None or run.sigmas is not sigmas or run.uuid != patcher.patches_uuid:
+        if run is None or not run.goes_on(patcher, sigmas):
             if run is not None:
                 run.session.finish()
             run = Run(self.model_of(patcher), patcher, self._dispatcher, self.wanted, sigmas)
@@ -240,9 +258,17 @@ def accelerate(patcher: Any, bind: Callable[[Any], ModelBinding], dispatcher: Di
     """A clone of `patcher` whose network forward goes through `dispatcher`.
 
     wanted: a backend id or `"auto"`. Accelerating an accelerated model replaces the earlier choice.
+    Raises HostError when the model's network is no PyTorch module.
     """
+    import torch
     from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+    network = getattr(patcher.model, "diffusion_model", None)
+    if not isinstance(network, torch.nn.Module):
+        raise HostError(
+            "this model cannot be accelerated", got=type(network).__qualname__, allowed="a PyTorch network",
+            next_step="connect the model of a checkpoint or diffusion model loader",
+        )  # fmt: skip
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
