@@ -267,14 +267,17 @@ _UNREAD = object()
 def resolve_cache_folder(settings: Settings, base: Path, auto: Path, *, file: str = CONFIG_NAME) -> Path:
     """The absolute folder that `runtime_cache` names; it may not exist.
 
-    `auto` -> `auto`; a relative path -> below `base`; `~` is the home folder. Nothing is created.
+    `auto` -> `auto`, wherever it lies: it is ComfyUI's own models folder; a relative path -> below `base`; `~` is the
+    home folder. Nothing is created.
     file: path of the configuration, for the message. Raises ConfigError when the folder lies inside this package,
     where an update or a reinstallation would delete it, or when there is no such home folder.
     """
     value = settings.runtime_cache
     next_step = "set runtime_cache to auto or to a folder elsewhere"
+    if value == "auto":
+        return Path(os.path.abspath(auto))  # noqa: PTH100 (resolve would replace a link the user chose)
     try:
-        folder = auto if value == "auto" else base / Path(value).expanduser()
+        folder = base / Path(value).expanduser()
     except RuntimeError as error:  # ~name without such a user, or no home at all
         raise ConfigError("'runtime_cache' has no home folder", file=file, got=value, next_step=next_step) from error
     folder = Path(os.path.abspath(folder))  # noqa: PTH100 (resolve would replace a link the user chose)

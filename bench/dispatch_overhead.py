@@ -96,8 +96,9 @@ def main() -> None:
             self.backend = backend
             self.host = types.SimpleNamespace(interrupts=())
 
-        def decide(self, model: Any, call: Any, inputs: Any, wanted: str) -> Decision:
-            return Decision(self.backend, "bench", wanted, "d", None if self.backend == "cuda" else "fp32")  # type: ignore[arg-type]
+        def decide(self, model: Any, call: Any, inputs: Any, wanted: str) -> tuple[Decision, Any]:
+            precision: Any = None if self.backend == "cuda" else "fp32"
+            return Decision(self.backend, "bench", wanted, "d", precision), call  # type: ignore[arg-type]
 
         def lease(self, decision: Any, call: Any) -> Lease:
             return Lease(("d",), NoEngine())  # type: ignore[arg-type]

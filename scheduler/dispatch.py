@@ -135,7 +135,7 @@ class Dispatcher:
         required = shelf.fallback_forbidden
         wanted_through: tuple[type[BaseException], ...] = (NoBackendError, *shelf.host.interrupts)
         try:
-            decision = shelf.decide(session.model, call, inputs, session.wanted)
+            decision, call = shelf.decide(session.model, call, inputs, session.wanted)
         except wanted_through:
             raise
         except Exception as error:

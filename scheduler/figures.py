@@ -66,7 +66,7 @@ class CudaClock:
     def _mark(self) -> Any:
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 

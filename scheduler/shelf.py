@@ -140,8 +140,10 @@ class EngineShelf:
 
     # -- decisions --------------------------------------------------------------------------------------------
 
-    def decide(self, model: ModelPort, call: Call, inputs: Mapping[str, Any], wanted: str) -> Decision:
-        """The decision for one call, after asking for builds it lacks.
+    def decide(self, model: ModelPort, call: Call, inputs: Mapping[str, Any], wanted: str) -> tuple[Decision, Call]:
+        """The decision for one call, after asking for builds it lacks, and the call it holds for.
+
+        The call that comes back may know more of the model: its weights' digest, which was waited for.
 
         Raises NoBackendError when `backend.fallback` is `none`, and what `HostPorts.poll` raises while it waits.
         """
@@ -149,7 +151,7 @@ class EngineShelf:
         policy = self._policy(wanted, settings)
         asked = policy.default if policy.wanted == "auto" else policy.wanted
         if asked == "cuda":
-            return decide(call, self.facts(), policy, {}, ())
+            return decide(call, self.facts(), policy, {}, ()), call
         # without a fallback there is nothing to run meanwhile, so the prompt waits whatever `build` says
         blocking = settings.build == "blocking" or (settings.backend.fallback == "none" and settings.build != "never")
         lenient = replace(policy, fallback="cuda")
@@ -167,8 +169,8 @@ class EngineShelf:
                     self.queue.wait(ticket, self.host.poll)
             decision = self._decide(call, lenient, settings)
         if policy.fallback == "none":
-            return self._decide(call, policy, settings)
-        return decision
+            decision = self._decide(call, policy, settings)
+        return decision, call
 
     def _decide(self, call: Call, policy: Policy, settings: Settings) -> Decision:
         states = {b: self._state(b, call, settings) for b in _ENGINE_BACKENDS if b in policy.enabled}

@@ -99,7 +99,7 @@ class Case:
 
 
 CASES = [
-    Case(f"{family}-{name}", ckpt, **options)  # type: ignore[arg-type]
+    Case(f"{family}-{name}", ckpt, **options)
     for family, ckpt in (("sd15", SD15), ("sdxl", SDXL))
     for name, options in (
         ("64x64", {}),

@@ -541,8 +541,12 @@ def test_cache_folder_never_inside_the_package(tmp_path: Path, tail: str) -> Non
     assert str(caught.value).startswith("my.yaml")
     with pytest.raises(ConfigError, match="own folder"):
         resolve_cache_folder(with_cache(os.path.relpath(ROOT / tail, ROOT.parent)), ROOT.parent, tmp_path)
-    with pytest.raises(ConfigError, match="own folder"):
-        resolve_cache_folder(with_cache("auto"), tmp_path, ROOT / tail)
+
+
+def test_auto_is_comfyuis_models_folder_wherever_it_lies(tmp_path: Path) -> None:
+    """A ComfyUI inside this folder, as `dev.py demo` makes one, is no reason to warn of its own default."""
+    inside = ROOT / ".demo" / "base" / "models" / "kitchen_engines"
+    assert resolve_cache_folder(with_cache("auto"), tmp_path, inside) == inside
 
 
 def test_cache_folder_through_a_link(tmp_path: Path) -> None:

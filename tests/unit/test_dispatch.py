@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from kitchen_accel.backends.base import Call, Decision, ModelFacts, Refusal, TensorSpec
+from kitchen_accel.backends.base import Call, Decision, ModelFacts, Precision, Refusal, TensorSpec
 from kitchen_accel.errors import EngineError, NoBackendError
 from kitchen_accel.scheduler.dispatch import PEAK_DB, Dispatcher, Session, psnr_db
 from kitchen_accel.scheduler.engines import Lease, LoadedEngines
 from kitchen_accel.scheduler.figures import Records
 
 MODEL = ModelFacts("unet", "comfy.UNet", "c", "s", "float32", "float32", "w", "", 4, "tiny")
+DIGESTED = replace(MODEL, weights_digest="known by now")
 CALL = Call(MODEL, (TensorSpec("x", (2, 4, 8, 8), "float32", "cpu"),))
 X = torch.arange(512, dtype=torch.float32).reshape(2, 4, 8, 8) / 512
 
@@ -27,7 +29,9 @@ class Interrupted(Exception):
 class FakeEngine:
     """Computes `x * 2` plus what `spoil` adds; raises what `error` holds."""
 
-    device, precision, device_bytes = "CPU", "fp32", 8
+    device = "CPU"
+    precision: Precision = "fp32"
+    device_bytes = 8
 
     def __init__(self, spoil: float = 0.0, error: Exception | None = None) -> None:
         self.calls = 0
@@ -81,24 +85,28 @@ class FakeShelf:
         self.lease_error: Exception | None = None
         self.leases: list[Lease] = []
 
-    def decide(self, model: Any, call: Call, inputs: Any, wanted: str) -> Decision:
+    def decide(self, model: Any, call: Call, inputs: Any, wanted: str) -> tuple[Decision, Call]:
         if self.decide_error is not None:
             raise self.decide_error
         if self.engine is None:
-            return Decision("cuda", "no engine", wanted, rejected=(("openvino", (Refusal("a", "b", "c", "d"),)),))
-        return Decision("openvino", "asked for", wanted, "digest", "fp32")
+            reason = Refusal("a", "b", "c", "d")
+            return Decision("cuda", "no engine", wanted, rejected=(("openvino", (reason,)),)), call
+        # waiting for a digest makes another call of the one that was asked with
+        return Decision("openvino", "asked for", wanted, "digest", "fp32"), replace(call, model=DIGESTED)
 
     def lease(self, decision: Decision, call: Call) -> Lease:
+        assert call.model == DIGESTED, "the engine of a call is found by what is known of it now"
         if self.lease_error is not None:
             raise self.lease_error
         assert self.engine is not None
-        self.leases.append(Lease(("digest",), self.engine))  # type: ignore[arg-type]
+        self.leases.append(Lease(("digest",), self.engine))
         return self.leases[-1]
 
     def proven(self, decision: Decision, call: Call) -> bool:
         return self.is_proven
 
     def prove(self, decision: Decision, call: Call, figure: float) -> None:
+        assert call.model == DIGESTED
         self.proofs.append(figure)
 
     def threshold_db(self, precision: str) -> float:
@@ -334,14 +342,15 @@ class TestLoadedEngines:
 
     def test_one_in_use_is_never_closed(self) -> None:
         shelf = LoadedEngines(1)
-        held = shelf.take(("a",), FakeEngine)
-        other = shelf.take(("b",), FakeEngine)
-        assert not held.engine.closed  # type: ignore[attr-defined]
+        first, second = FakeEngine(), FakeEngine()
+        held = shelf.take(("a",), lambda: first)
+        shelf.take(("b",), lambda: second)
+        assert not first.closed
         shelf.drop("a")
-        assert not held.engine.closed  # type: ignore[attr-defined]
+        assert not first.closed
         shelf.give_back(held)
-        assert held.engine.closed  # type: ignore[attr-defined]
-        assert not other.engine.closed  # type: ignore[attr-defined]
+        assert first.closed
+        assert not second.closed
 
     def test_a_load_that_raises_leaves_nothing(self) -> None:
         shelf = LoadedEngines(1)
@@ -352,10 +361,12 @@ class TestLoadedEngines:
         with pytest.raises(EngineError):
             shelf.take(("a",), load)
         assert not shelf.digests()
-        assert shelf.take(("a",), FakeEngine).users == 1
+        assert shelf.take(("a",), lambda: FakeEngine()).users == 1
 
     def test_close_closes_all(self) -> None:
         shelf = LoadedEngines(3)
-        engines = [shelf.take((name,), FakeEngine).engine for name in "abc"]
+        engines = [FakeEngine() for _ in range(3)]
+        for name, engine in zip("abc", engines, strict=True):
+            shelf.take((name,), lambda engine=engine: engine)  # type: ignore[misc]
         shelf.close()
-        assert all(e.closed for e in engines)  # type: ignore[attr-defined]
+        assert all(e.closed for e in engines)
