@@ -156,12 +156,14 @@ def run_child(
     env: Mapping[str, str],
     timeout_s: float,
     memory_ceiling_bytes: int,
+    low_priority: bool,
     cancelled: threading.Event,
     on_progress: Callable[[str, float], None],
 ) -> ChildEnd:
     """Run `command` + the job folder to its end and return how it ended; its whole process tree is gone then.
 
     subject: for messages, e.g. `"tiny.safetensors for openvino"`. memory_ceiling_bytes: 0 for none.
+    low_priority: leave the cores to everybody else.
     on_progress(phase, fraction) is called on this thread, with whatever the child says, clipped to [0, 1].
     Setting `cancelled` ends the child within a fraction of a second. Never raises for what the child does.
     """
@@ -178,7 +180,8 @@ def run_child(
     tree = _Tree(process)
     stopped: Literal["", "cancelled", "timeout", "memory"] = ""
     try:
-        tree.lower_priority()
+        if low_priority:
+            tree.lower_priority()
         next_look = 0.0
         while tree.alive() and not stopped:
             if cancelled.wait(_POLL_S):

@@ -55,6 +55,7 @@ class BuildJob:
         child's `result.json`, `build_s` the seconds its process ran.
     timeout_s: longest time the child may take, in seconds.
     memory_ceiling_bytes: largest resident memory of the child's process tree; 0 for no limit.
+    low_priority: leave the cores to everybody else; not for a build somebody waits for.
     """
 
     key_digest: str
@@ -68,6 +69,7 @@ class BuildJob:
     commit: Callable[[Path, dict[str, Any], float], None]
     timeout_s: float
     memory_ceiling_bytes: int = 0
+    low_priority: bool = True
 
     def __post_init__(self) -> None:
         # it becomes a file name
@@ -380,6 +382,7 @@ class BuildQueue:
             env=job.env,
             timeout_s=job.timeout_s,
             memory_ceiling_bytes=job.memory_ceiling_bytes,
+            low_priority=job.low_priority,
             cancelled=entry.cancel,
             on_progress=lambda phase, fraction: self._progress(entry, phase, fraction),
         )

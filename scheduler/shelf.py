@@ -307,6 +307,7 @@ class EngineShelf:
             commit=lambda folder, result, seconds: self._commit(key, model.label, folder, result, seconds),
             timeout_s=settings.builds.timeout_min * 60,
             memory_ceiling_bytes=int(settings.builds.memory_ceiling_gb * _GB),
+            low_priority=not blocking,
         )
         self._nodes[key.digest] = self.host.node() or self._nodes.get(key.digest)
         return self.queue.submit(job)

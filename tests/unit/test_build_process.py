@@ -122,6 +122,15 @@ def test_the_child_runs_at_low_priority(bench: Bench) -> None:
     bench.end(ticket)
 
 
+def test_a_child_somebody_waits_for_keeps_its_priority(bench: Bench) -> None:
+    ticket = bench.queue.submit(bench.job(HANG, low_priority=False))
+    child = bench.child()
+    until(lambda: bench.queue.state(ticket.key_digest).status == "building")  # type: ignore[union-attr]
+    assert child.nice() == psutil.Process().nice()
+    bench.queue.cancel()
+    bench.end(ticket)
+
+
 def test_a_full_disk_is_seen_behind_any_error() -> None:
     handled = KeyError("while handling")
     handled.__context__ = OSError(errno.ENOSPC, "full")
