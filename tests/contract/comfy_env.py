@@ -167,11 +167,11 @@ class RecordingEngine:
         pass
 
 
-class _Quiet:
-    """A journal nobody reads."""
+class _Strict:
+    """A journal that lets nothing be swallowed: the dispatcher notes its own faults as `error` and goes on."""
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
-        pass
+        assert kind != "error", message
 
 
 class _NoHost:
@@ -185,7 +185,7 @@ class FakeShelf:
     """
 
     fallback_forbidden = False
-    journal, host = _Quiet(), _NoHost()
+    journal, host = _Strict(), _NoHost()
 
     def __init__(self, engine: RecordingEngine) -> None:
         self.engine = engine
@@ -193,11 +193,11 @@ class FakeShelf:
         self.released = 0
         self.suspended: list[str] = []
 
-    def decide(self, model: Any, call: Call, inputs: Any, wanted: str) -> Decision:
+    def decide(self, model: Any, call: Call, inputs: Any, wanted: str) -> tuple[Decision, Call]:
         self.calls.append(call)
         if call.blockers or call.control:
-            return Decision("cuda", "blocked", wanted, rejected=(("openvino", call.blockers),))
-        return Decision("openvino", "plain", wanted, "digest", "fp32")
+            return Decision("cuda", "blocked", wanted, rejected=(("openvino", call.blockers),)), call
+        return Decision("openvino", "plain", wanted, "digest", "fp32"), call
 
     def lease(self, decision: Decision, call: Call) -> Lease:
         return Lease(("digest",), self.engine)

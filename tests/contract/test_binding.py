@@ -241,11 +241,17 @@ def test_a_copy_of_the_sigmas_is_still_the_same_run(rig: Rig) -> None:
     assert (len(rig.shelf.calls), rig.engine.calls) == (1, 3)
 
 
-def direct(patcher: Any, sigmas: torch.Tensor | None) -> torch.Tensor:
-    """One call of the model as the sampler makes it, without the sampler."""
+def options_of(patcher: Any, sigmas: torch.Tensor | None) -> dict[str, Any]:
+    """`transformer_options` as the sampler makes them."""
     options: dict[str, Any] = {"wrappers": {k: dict(v) for k, v in patcher.wrappers.items()}}
     if sigmas is not None:
         options["sample_sigmas"] = sigmas
+    return options
+
+
+def direct(patcher: Any, sigmas: torch.Tensor | None, options: dict[str, Any] | None = None) -> torch.Tensor:
+    """One call of the model as the sampler makes it, without the sampler."""
+    options = options_of(patcher, sigmas) if options is None else options
     x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(5))
     context = torch.cat([cond(10)[0][0], cond(11)[0][0]])
     with torch.no_grad():
@@ -270,6 +276,30 @@ def test_outside_a_run_nothing_is_known_of_the_weights_so_pytorch_runs(rig: Rig)
     ours = rig.model()
     assert torch.equal(direct(ours, torch.ones(3)), direct(rig.base, torch.ones(3)))
     assert not rig.shelf.calls
+
+
+def test_a_patcher_of_another_model_tells_nothing(rig: Rig) -> None:
+    ours = rig.model()
+    other = rig.model(comfy_env.make_sd15(seed=9))
+    ours.model.current_patcher = other
+    assert torch.equal(direct(ours, torch.ones(3)), direct(rig.base, torch.ones(3)))
+    assert not rig.shelf.calls
+    ours.model.current_patcher = None
+
+
+def test_the_callers_options_are_not_written_to(rig: Rig) -> None:
+    ours = rig.model()
+    ours.pre_run()
+    options = {**options_of(ours, torch.ones(3)), "wrappers": {"apply_model": {KEY: [binding_of(ours)]}}}
+    inner = options["wrappers"]["diffusion_model"] = {"other": [lambda executor, *a, **k: executor(*a, **k)]}
+    keys = set(options)
+    direct(ours, None, options)
+    assert rig.engine.calls == 1
+    assert set(options) - keys <= {"original_shape", "transformer_index"}
+    assert set(options["wrappers"]) == {"apply_model", "diffusion_model"}
+    assert options["wrappers"]["diffusion_model"] is inner
+    assert list(inner) == ["other"]
+    ours.cleanup()
 
 
 def test_two_patchers_of_one_model_keep_separate_runs(rig: Rig) -> None:
@@ -327,11 +357,28 @@ def test_nothing_of_ours_keeps_a_model_alive(one_thread: None, make: Any, failin
         rig.engine.error = RuntimeError("the device is gone")
     sample(ours, shape=SD3_SHAPE if make is comfy_env.make_sd3 else (1, 4, 8, 8))
     sample(ours.clone(), shape=SD3_SHAPE if make is comfy_env.make_sd3 else (1, 4, 8, 8))
-    alive = weakref.ref(rig.base.model)
+    model, network = weakref.ref(rig.base.model), weakref.ref(rig.base.model.diffusion_model)
     keep = (binding_of(ours), rig.dispatcher, rig.records, rig.shelf, rig.fingerprints, rig.digests, port)
     del ours, rig
     gc.collect()
     comfy.model_management.cleanup_models()
     gc.collect()
-    assert alive() is None
+    assert model() is None
+    assert network() is None, "the weights are in the network"
     assert len(keep) == 7
+
+
+def test_a_run_that_never_ended_keeps_no_model_alive(one_thread: None) -> None:
+    """ComfyUI calls ON_CLEANUP whatever happens; a pack that samples by itself may not."""
+    rig = Rig(comfy_env.make_sd15(levels=1))
+    ours = rig.model()
+    ours.pre_run()
+    direct(ours, torch.ones(3))
+    assert rig.engine.calls == 1
+    model, network = weakref.ref(rig.base.model), weakref.ref(rig.base.model.diffusion_model)
+    keep = (binding_of(ours), rig.dispatcher)
+    del ours, rig
+    gc.collect()
+    assert model() is None
+    assert network() is None
+    assert len(keep) == 2
