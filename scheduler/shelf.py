@@ -163,7 +163,7 @@ class EngineShelf:
         if settings.build != "never":
             if _pending(decision):
                 self._build_after_digest(model, call, inputs, lenient, settings)
-            for backend in buildable(decision):
+            for backend in (*buildable(decision), *(_under_way(decision) if blocking else ())):
                 ticket = self._request(backend, model, call, inputs, settings, blocking=blocking)
                 if ticket is not None and blocking:
                     self.queue.wait(ticket, self.host.poll)
@@ -464,4 +464,13 @@ def _pending(decision: Decision) -> bool:
         and all(r.code in ("digest-pending", "no-engine") for r in reasons)
         for backend, reasons in decision.rejected
         if decision.wanted in ("auto", backend)
+    )
+
+
+def _under_way(decision: Decision) -> tuple[BackendId, ...]:
+    """The backends that only wait for a build which an earlier prompt asked for."""
+    return tuple(
+        backend
+        for backend, reasons in decision.rejected
+        if decision.wanted in ("auto", backend) and reasons and all(r.code == "building" for r in reasons)
     )
