@@ -224,6 +224,8 @@ def test_fingerprints_tell_patches_apart(base: Any) -> None:
     ):
         cases[name] = base.clone()
         assert cases[name].add_patches({key: patch}, *options) == [key]
+    cases["another weight"] = base.clone()
+    cases["another weight"].add_patches({key.replace("to_q", "to_k"): ("diff", (tensor,))})
     cases["a part"] = base.clone()
     cases["a part"].add_patches({(key, (0, 0, 32)): ("diff", (torch.ones(32, 64),))})
     cases["another part"] = base.clone()

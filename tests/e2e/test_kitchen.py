@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,12 @@ def wait_for_build(server: ComfyServer, timeout_s: float = 300.0) -> list[dict[s
 
 
 @pytest.fixture(scope="module")
-def blocking(make_server: MakeServer) -> ComfyServer:
+def blocking(make_server: MakeServer) -> Iterator[ComfyServer]:
     """A running server whose prompts wait for their engines, so that every picture is an engine's."""
     server = make_server("blocking")
     configure(server, "build: blocking\n")
-    server.start()
-    return server
+    with server:
+        yield server
 
 
 @dataclass(frozen=True)
