@@ -219,6 +219,7 @@ def test_fingerprints_tell_patches_apart(base: Any) -> None:
     for name, patch, options in (
         ("diff", ("diff", (tensor,)), (1.0, 1.0)),
         ("diff of another dtype", ("diff", (tensor.half(),)), (1.0, 1.0)),
+        ("diff of another shape", ("diff", (tensor.reshape(-1),)), (1.0, 1.0)),
         ("set", ("set", (tensor,)), (1.0, 1.0)),
         ("other model strength", ("diff", (tensor,)), (1.0, 0.5)),
     ):
