@@ -130,6 +130,19 @@ def _unet_sd15(in_channels: int = 4) -> torch.nn.Module:
     )
 
 
+def _unet_sd15_small() -> torch.nn.Module:
+    """One level: the least a loader takes for SD1.5."""
+    return _unet(
+        [1],
+        transformer_depth_middle=-1,
+        transformer_depth_output=[0, 0],
+        use_linear_in_transformer=False,
+        context_dim=768,
+        num_heads=8,
+        num_head_channels=-1,
+    )
+
+
 def _unet_sdxl() -> torch.nn.Module:
     return _unet(
         [0, 2, 5],
@@ -234,6 +247,11 @@ def sd15_noclip(path: Path) -> None:
     _save({**_random(_unet_sd15(), UNET_PREFIX, 1), **_vae(SCALE_SD15 / NOISE_SD15)}, path)
 
 
+def sd15_small_noclip(path: Path) -> None:
+    """The smallest SD1.5 there is, without a text encoder: 18 M parameters, 37 MB. For tests of everything else."""
+    _save({**_random(_unet_sd15_small(), UNET_PREFIX, 1), **_vae(SCALE_SD15 / NOISE_SD15)}, path)
+
+
 def sd15_inpaint_noclip(path: Path) -> None:
     """SD1.5 inpainting (9 input channels) without a text encoder: 39 M parameters, 78 MB."""
     _save({**_random(_unet_sd15(in_channels=9), UNET_PREFIX, 1), **_vae(SCALE_SD15 / NOISE_SD15)}, path)
@@ -254,6 +272,7 @@ RECIPES: dict[str, Callable[[Path], None]] = {
     "tiny_sd15.safetensors": sd15,
     "tiny_sdxl.ckpt": sdxl,
     "tiny_sd15_noclip.safetensors": sd15_noclip,
+    "tiny_sd15_small_noclip.safetensors": sd15_small_noclip,
     "tiny_sd15_inpaint_noclip.safetensors": sd15_inpaint_noclip,
     "tiny_sdxl_noclip.safetensors": sdxl_noclip,
     "tiny_sd3_noclip.safetensors": sd3_noclip,

@@ -15,12 +15,15 @@ import pytest
 from kitchen_accel.tools import tiny_checkpoints
 from kitchen_accel.tools.comfy_server import ComfyServer, PromptError
 from kitchen_accel.tools.images import compare
-from kitchen_accel.tools.workflows import STOCK, Sampling, Workflow, txt2img
+from kitchen_accel.tools.workflows import STOCK, Loader, Sampling, Workflow, txt2img
 
-from .conftest import ROOT, SD15, MakeServer
+from .conftest import ROOT, MakeServer
 from .test_kitchen import OURS, THRESHOLD_DB, Calls, configure, engines, journal, pictures, wait_for_build
 
 T = TypeVar("T")
+
+SMALL = "tiny_sd15_small_noclip.safetensors"
+SD3 = "tiny_sd3_noclip.safetensors"
 
 
 def build_children(server: ComfyServer) -> list[psutil.Process]:
@@ -50,16 +53,42 @@ def staging(server: ComfyServer) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
+def painted(loader: Loader, seed: int, ckpt: str = SMALL, width: int = 768, pooled: int = 0) -> Workflow:
+    """Text to image with a conditioning from a seed: no text encoder to load, so that the tests are quick."""
+    made = txt2img(ckpt, loader, sampling=Sampling(seed=seed, steps=3))
+    for node, conditioning in (("positive", 1), ("negative", 2)):
+        made[node] = {
+            "class_type": "RandomConditioning",
+            "inputs": {"seed": conditioning, "tokens": 77, "width": width, "pooled": pooled},
+        }
+    return made
+
+
 def ours(seed: int) -> Workflow:
-    return txt2img(SD15, OURS, sampling=Sampling(seed=seed))
+    return painted(OURS, seed)
 
 
 def stock(server: ComfyServer, seed: int) -> bytes:
-    return pictures(server, txt2img(SD15, sampling=Sampling(seed=seed)))[0]
+    return pictures(server, painted(STOCK, seed))[0]
 
 
-def test_a_killed_build_is_told_and_not_tried_in_a_loop(make_server: MakeServer) -> None:
-    with make_server("killed") as server:
+@pytest.fixture
+def small_server(make_server: MakeServer, comfyui: Path) -> MakeServer:
+    """As `make_server`, with the checkpoints that have no text encoder."""
+    models = tiny_checkpoints.ensure(comfyui, ROOT / ".demo" / "models", [SMALL, SD3])
+
+    def make(name: str, **options: object) -> ComfyServer:
+        server = make_server(name, **options)
+        for checkpoint in (SMALL, SD3):
+            server.add_model(models / checkpoint)
+        server.add_node_file(ROOT / "tools" / "random_conditioning.py")
+        return server
+
+    return make
+
+
+def test_a_killed_build_is_told_and_not_tried_in_a_loop(small_server: MakeServer) -> None:
+    with small_server("killed") as server:
         expected = stock(server, 41)
         assert compare(expected, pictures(server, ours(41))[0]).max_levels == 0
         (child,) = wait_for(lambda: build_children(server))
@@ -81,8 +110,8 @@ def test_a_killed_build_is_told_and_not_tried_in_a_loop(make_server: MakeServer)
         assert [b["state"] for b in wait_for_build(server)] == ["done"]
 
 
-def test_an_interrupt_ends_a_blocking_build_at_once_and_leaves_nothing(make_server: MakeServer) -> None:
-    server = make_server("interrupted")
+def test_an_interrupt_ends_a_blocking_build_at_once_and_leaves_nothing(small_server: MakeServer) -> None:
+    server = small_server("interrupted")
     configure(server, "build: blocking\n")
     with server:
         stock(server, 44)
@@ -103,8 +132,8 @@ def test_an_interrupt_ends_a_blocking_build_at_once_and_leaves_nothing(make_serv
         assert Calls.of(server).engine >= 2
 
 
-def test_a_killed_server_leaves_no_child_and_the_next_start_cleans_up(make_server: MakeServer) -> None:
-    server = make_server("killed_server")
+def test_a_killed_server_leaves_no_child_and_the_next_start_cleans_up(small_server: MakeServer) -> None:
+    server = small_server("killed_server")
     server.start()
     pictures(server, ours(46))
     (child,) = wait_for(lambda: build_children(server))
@@ -122,8 +151,8 @@ def test_a_killed_server_leaves_no_child_and_the_next_start_cleans_up(make_serve
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder nobody can write to")
-def test_an_unwritable_cache_costs_nothing_but_the_engine(make_server: MakeServer) -> None:
-    server = make_server("read_only")
+def test_an_unwritable_cache_costs_nothing_but_the_engine(small_server: MakeServer) -> None:
+    server = small_server("read_only")
     configure(server, "runtime_cache: /proc/kitchen_engines\n")
     with server:
         expected = stock(server, 48)
@@ -151,8 +180,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_a_full_disk_costs_nothing_but_the_engine(make_server: MakeServer, small_disk: Path) -> None:
-    server = make_server("full_disk")
+def test_a_full_disk_costs_nothing_but_the_engine(small_server: MakeServer, small_disk: Path) -> None:
+    server = small_server("full_disk")
     configure(server, f"runtime_cache: {small_disk}/engines\n")
     with server:
         expected = stock(server, 50)
@@ -166,9 +195,9 @@ def test_a_full_disk_costs_nothing_but_the_engine(make_server: MakeServer, small
         assert not list((small_disk / "engines" / ".staging").glob("*"))
 
 
-def test_two_servers_share_one_cache(make_server: MakeServer, tmp_path: Path) -> None:
+def test_two_servers_share_one_cache(small_server: MakeServer, tmp_path: Path) -> None:
     """Both build the same engine at the same time; one entry remains, and both use it."""
-    servers = [make_server(f"shared_{name}") for name in ("one", "two")]
+    servers = [small_server(f"shared_{name}") for name in ("one", "two")]
     for server in servers:
         configure(server, f"build: blocking\nruntime_cache: {tmp_path.as_posix()}/engines\n")
         server.start()
@@ -184,8 +213,8 @@ def test_two_servers_share_one_cache(make_server: MakeServer, tmp_path: Path) ->
         server.stop()
 
 
-def test_a_damaged_engine_is_a_miss_and_is_built_again(make_server: MakeServer) -> None:
-    server = make_server("damaged")
+def test_a_damaged_engine_is_a_miss_and_is_built_again(small_server: MakeServer) -> None:
+    server = small_server("damaged")
     configure(server, "build: blocking\n")
     with server:
         expected = stock(server, 53)
@@ -210,8 +239,8 @@ BAD_YAML = {
 }
 
 
-def test_a_bad_yaml_is_told_and_the_defaults_apply(make_server: MakeServer) -> None:
-    server = make_server("bad_yaml")
+def test_a_bad_yaml_is_told_and_the_defaults_apply(small_server: MakeServer) -> None:
+    server = small_server("bad_yaml")
     configure(server, BAD_YAML["unknown key"][0])
     with server:
         expected = stock(server, 54)
@@ -224,15 +253,20 @@ def test_a_bad_yaml_is_told_and_the_defaults_apply(make_server: MakeServer) -> N
             assert hint in problem
         # mended while the server runs: the next prompt obeys it
         configure(server, "backend:\n  default: cuda\nbuild: never\n")
-        pictures(server, txt2img(SD15, sampling=Sampling(seed=59)))
-        history = server.run(txt2img(SD15, OURS, sampling=Sampling(seed=60), report=True))
+        stock(server, 59)
+        reported = ours(60)
+        reported["report"] = {
+            "class_type": "KitchenReport",
+            "inputs": {"model": ["loader", 0], "after": ["sampler", 0]},
+        }
+        history = server.run(reported)
         assert server.report()["config_problem"] is None
         assert history["outputs"]["report"]["text"]
         assert "is fine again" in server.log_text
 
 
-def test_without_a_fallback_the_prompt_fails_with_all_reasons(make_server: MakeServer) -> None:
-    server = make_server("no_fallback")
+def test_without_a_fallback_the_prompt_fails_with_all_reasons(small_server: MakeServer) -> None:
+    server = small_server("no_fallback")
     configure(server, "backend:\n  fallback: none\n  enabled: [cuda]\n")
     with server:
         with pytest.raises(PromptError, match=r"(?s)openvino was asked for.*backend.enabled.*not tensorrt"):
@@ -243,27 +277,18 @@ def test_without_a_fallback_the_prompt_fails_with_all_reasons(make_server: MakeS
         assert Calls.of(server).engine >= 2
 
 
-def test_sd3_has_no_executor_and_runs_on_an_engine(make_server: MakeServer, comfyui: Path) -> None:
+def test_sd3_has_no_executor_and_runs_on_an_engine(small_server: MakeServer) -> None:
     """A class whose forward runs no DIFFUSION_MODEL wrappers. Latents are compared through the VAE."""
-    name = "tiny_sd3_noclip.safetensors"
-    models = tiny_checkpoints.ensure(comfyui, ROOT / ".demo" / "models", [name])
-    server = make_server("sd3")
-    server.add_model(models / name)
-    server.add_node_file(ROOT / "tools" / "random_conditioning.py")
+    server = small_server("sd3")
     configure(server, "build: blocking\n")
 
-    def workflow(accelerated: bool, seed: int) -> Workflow:
-        made = txt2img(name, OURS if accelerated else STOCK, sampling=Sampling(seed=seed, steps=3))
-        for node, conditioning_seed in (("positive", 1), ("negative", 2)):
-            made[node] = {
-                "class_type": "RandomConditioning",
-                "inputs": {"seed": conditioning_seed, "tokens": 77, "width": 4096, "pooled": 2048},
-            }
+    def workflow(loader: Loader) -> Workflow:
+        made = painted(loader, 63, SD3, 4096, 2048)
         made["latent"]["class_type"] = "EmptySD3LatentImage"
         return made
 
     with server:
-        expected = pictures(server, workflow(False, 63))[0]
-        got = pictures(server, workflow(True, 63))[0]
+        expected = pictures(server, workflow(STOCK))[0]
+        got = pictures(server, workflow(OURS))[0]
         assert Calls.of(server).engine >= 3, server.report()
         assert compare(expected, got).psnr_db >= THRESHOLD_DB
