@@ -27,6 +27,7 @@ from kitchen_accel.capture.families import requested_profile
 from kitchen_accel.config import SettingsFile
 from kitchen_accel.errors import EngineError, NoBackendError
 from kitchen_accel.journal import Journal, read
+from kitchen_accel.scheduler import facts as facts_module
 from kitchen_accel.scheduler import shelf as shelf_module
 from kitchen_accel.scheduler.builds import BuildJob, BuildState
 from kitchen_accel.scheduler.child import result_to_json
@@ -122,9 +123,7 @@ class FakeQueue:
         for job in self.jobs.values():
             out = job.stage()
             (out / "engine.bin").write_bytes(b"engine")
-            measured = tuple(
-                Measurement(p, "static", db, s, 1.0) for p, db, s in (("fp32", 130, 0.5), ("bf16", 45, 0.3))
-            )
+            measured = (Measurement("fp32", "static", 130.0, 0.5, 1.0), Measurement("bf16", "static", 45.0, 0.3, 1.0))
             profile = requested_profile("unet", TENSORS)
             job.commit(out, result_to_json(BuildResult(profile, measured)), 1.0)
         self.jobs.clear()
@@ -170,7 +169,7 @@ class Rig:
         self.folder = tmp_path
         self.journal = Journal(tmp_path)
         monkeypatch.setattr(shelf_module, "create", lambda backend: self.backend)
-        monkeypatch.setattr(shelf_module.machine, "probe", lambda enabled: FACTS)
+        monkeypatch.setattr(facts_module, "probe", lambda enabled: FACTS)
         self.shelf = self.fresh()
 
     def fresh(self) -> EngineShelf:
