@@ -17,7 +17,7 @@ def report_of(patcher: Any) -> dict[str, Any]:
 
 
 def _entry_lines(entry: dict[str, Any]) -> list[str]:
-    precision = f" in {entry['precision']}" if entry["precision"] else " (ComfyUI's own PyTorch path)"
+    precision = f" in {entry['precision']} on {entry['device']}" if entry["precision"] else " (ComfyUI's own PyTorch)"
     lines = [f"{entry['model']} [{entry['shape']}]", f"  ran on {entry['backend']}{precision}: {entry['why']}"]
     times = []
     if entry["engine_step_ms"] is not None:

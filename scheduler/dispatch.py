@@ -150,6 +150,7 @@ class Dispatcher:
             try:
                 entry.lease = shelf.lease(decision, call)
                 entry.engine = entry.lease.engine
+                record.device = entry.engine.device
                 entry.probe = not shelf.proven(decision, call)
             except Exception as error:
                 shelf.suspend(decision, str(error))

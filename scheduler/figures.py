@@ -95,6 +95,7 @@ class Record:
     """One model and set of shapes.
 
     paths: per backend and precision the calls it served; `("cuda", None)` is ComfyUI's own path.
+    device: where the engine executes, as its runtime said after compiling; empty without an engine.
     offer: what `precision: fast` would gain and cost, one sentence.
     proof_db: PSNR of the engine's first output against PyTorch's, when it was taken in this process.
     """
@@ -106,6 +107,7 @@ class Record:
     fallbacks: list[str] = field(default_factory=list)
     proof_db: float | None = None
     offer: str = ""
+    device: str = ""
 
     def steps(self, backend: BackendId, precision: Precision | None) -> Steps:
         return self.paths.setdefault((backend, precision), Steps())
@@ -128,6 +130,7 @@ class Record:
             "shape": self.shape,
             "backend": self.decision.backend,
             "precision": self.decision.precision,
+            "device": self.device if self.decision.backend != "cuda" else "",
             "wanted": self.decision.wanted,
             "why": self.decision.why,
             "engine": self.decision.engine_digest,

@@ -158,11 +158,11 @@ def test_the_report_tells_what_ran_and_why(blocking: ComfyServer) -> None:
     found = json.loads(output["kitchen"][0])
     text = output["text"][0]
     entry = found["entries"][-1]
-    assert (entry["backend"], entry["precision"]) == ("openvino", "fp32")
+    assert (entry["backend"], entry["precision"], entry["device"]) == ("openvino", "fp32", "CPU")
     assert entry["engine_calls"] >= 2
     assert set(entry["rejected"]) == {"cuda", "tensorrt", "directml"}
     assert all(entry["rejected"].values())
-    assert "openvino in fp32" in text
+    assert "openvino in fp32 on CPU" in text
     assert "not tensorrt: " in text
     assert "precision: fast" in text
     assert found["cache"] in text
