@@ -200,9 +200,10 @@ def test_a_killed_server_takes_the_build_with_it_and_leaves_its_mark(bench: Benc
 
 def test_an_orderly_end_of_the_server_is_no_crash(bench: Bench) -> None:
     server = start_server(
-        bench, "child.watch_parent()\n" + HANG, "while not (folder / 'pid').exists(): time.sleep(0.01)"
+        bench, "child.watch_parent()\n" + HANG, "while not (folder / 'end').exists(): time.sleep(0.01)"
     )
     child = bench.child()
+    (bench.folder / "end").touch()
     assert server.wait(10) == 0
     until(lambda: gone(child.pid), 2.0)
     assert not (bench.folder / "job").exists()
