@@ -246,9 +246,7 @@ def demo(options: argparse.Namespace) -> None:
     if repeated.psnr_db < IDENTICAL_DB:
         say(f"ComfyUI's own two pictures of this seed differ: {repeated.psnr_db:.1f} dB")
     if drift > DRIFT:
-        say(
-            f"the stock runs before and after ours differ by a factor of {drift:.2f}: something else uses the machine, the ratio is uncertain"
-        )
+        say(f"stock before and after ours differ by {drift:.2f}: something else runs here, the ratio is uncertain")
     say(f"pictures: {', '.join(str(out / name) for name in ('stock.png', 'kitchen.png', 'side_by_side.png'))}")
     wrong = verdict(counts, alike)
     if wrong:
