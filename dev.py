@@ -359,11 +359,15 @@ def run_program(name: str, *arguments: str, cwd: Path = ROOT, env: dict[str, str
     try:
         return process.wait()
     except BaseException as error:
-        if isinstance(error, Terminated):
-            process.terminate()
-        # Ctrl-C it got from the terminal, as we did
         try:
-            process.wait(30)
+            # Ctrl-C it got from the terminal, as we did; a signal to this process alone it did not get
+            if isinstance(error, Terminated):
+                process.terminate()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT) if os.name != "nt" else process.terminate()
+                process.wait(25)
         except (subprocess.TimeoutExpired, KeyboardInterrupt, Terminated):
             process.kill()
         raise

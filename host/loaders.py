@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .model import Source
 from .runtime import runtime
 
 WEIGHT_DTYPES = ("default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2")
@@ -56,5 +55,4 @@ def load_diffusion_model(name: str, weight_dtype: str, backend: str) -> Any:
 
 def accelerate(model: Any, backend: str) -> Any:
     """MODEL accelerated, whichever loader it came from."""
-    network = type(model.model.diffusion_model).__name__
-    return runtime().accelerate(model, Source(network), backend)
+    return runtime().accelerate(model, runtime().source_of(model), backend)

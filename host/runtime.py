@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
 from ..cache.digests import DigestMemo
 from ..cache.store import EngineStore
-from ..config import CONFIG_NAME, SettingsFile, resolve_cache_folder, write_default
+from ..config import CONFIG_NAME, Settings, SettingsFile, resolve_cache_folder, write_default
 from ..errors import ConfigError
 from ..journal import Journal
 from ..scheduler.builds import BuildEvent, BuildQueue
@@ -16,7 +18,7 @@ from ..scheduler.dispatch import Dispatcher
 from ..scheduler.figures import Records
 from ..scheduler.shelf import EngineShelf, HostPorts
 from . import progress
-from .binding import accelerate
+from .binding import accelerate, binding_of
 from .model import ModelBinding, Source
 from .weights import DigestWorker, Fingerprints
 
@@ -47,23 +49,23 @@ class Runtime:
                 "config", f"{self.config_path} could not be written, the defaults apply: {problem}", level="warning"
             )
         self._told: ConfigError | None = None
-        self.check_settings()
-        auto = models / CACHE_FOLDER
-        try:
-            root = resolve_cache_folder(settings, base, auto, file=str(self.config_path))
-        except ConfigError as error:
-            self.journal.event("config", f"{error} Until then engines are kept in {auto}.", level="warning")
-            root = auto
+        self._base, self._models = base, models
+        self._numbers = itertools.count(1)
+        self._generation = self.settings.generation
+        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self.cache_problem: ConfigError | None = None
+        root = self._cache_folder(settings)
         self.store = EngineStore(root, int(settings.cache.max_gb * 1e9))
         self._memo = DigestMemo(root / "digests.json")
         self.records = Records()
         self.queue = BuildQueue(self._on_build, markers=root / ".marks")
-        host = HostPorts(progress.poll, progress.interrupts(), progress.node, progress.show)
+        host = HostPorts(self.check_settings, progress.poll, progress.interrupts(), progress.node, progress.show)
         self.shelf = EngineShelf(self.settings, self.store, self.queue, self.records, self.journal, host)
         self.dispatcher = Dispatcher(self.shelf, self.records)
         self._digests = DigestWorker(_DIGEST_THREADS)
         self._fingerprints = Fingerprints()
         self._sweep()
+        self.check_settings()
 
     def source(self, label: str, file: Path, variant: str = "") -> Source:
         """A model's source, to be taken *before* the file is read, so that a change meanwhile is noticed."""
@@ -85,7 +87,7 @@ class Runtime:
         """What ran where and why, of one model or of all, as JSON values."""
         records = self.records.select(label)
         latest = records[-1] if records else None
-        problem = self.settings.problem
+        problem = self.settings.problem or self.cache_problem
         return {
             "backend": latest.decision.backend if latest else None,
             "entries": [record.as_json() for record in records],
@@ -111,16 +113,46 @@ class Runtime:
     def check_settings(self) -> None:
         """Read the YAML again if it changed; tell of a fault once, and of its mending."""
         settings = self.settings.current()
-        self.journal.configure(settings.journal.level, settings.journal.max_mb, settings.journal.keep)
-        store = getattr(self, "store", None)
-        if store is not None:
-            store.max_bytes = int(settings.cache.max_gb * 1e9)
         problem = self.settings.problem
         if problem is not None and str(problem) != str(self._told):
             self.journal.event("config", f"{problem} The last good settings (or the defaults) apply.", level="warning")
         elif problem is None and self._told is not None:
             self.journal.event("config", f"{self.config_path} is fine again")
         self._told = problem
+        if self.settings.generation == self._generation:
+            return
+        self._generation = self.settings.generation
+        self.journal.configure(settings.journal.level, settings.journal.max_mb, settings.journal.keep)
+        root = self._cache_folder(settings)
+        if root == self.store.root:
+            self.store.max_bytes = int(settings.cache.max_gb * 1e9)
+            return
+        self.journal.event("config", f"engines are kept in {root} from now on, no longer in {self.store.root}")
+        self.store = self.shelf.store = EngineStore(root, int(settings.cache.max_gb * 1e9))
+        self._memo = DigestMemo(root / "digests.json")
+        self._sweep()
+
+    def _cache_folder(self, settings: Settings) -> Path:
+        """The engine folder of the settings; ComfyUI's own models folder where they name none that may be used."""
+        auto = self._models / CACHE_FOLDER
+        try:
+            self.cache_problem = None
+            return resolve_cache_folder(settings, self._base, auto, file=str(self.config_path))
+        except ConfigError as error:
+            self.cache_problem = error
+            self.journal.event("config", f"{error} Until then engines are kept in {auto}.", level="warning")
+            return auto
+
+    def source_of(self, patcher: Any) -> Source:
+        """Where a model from any loader came from: what our own loader noted, else a name that no other model has."""
+        binding = binding_of(patcher)
+        if binding is not None:
+            return binding.model_of(patcher).source
+        model = patcher.model
+        if model not in self._names:
+            kind = type(getattr(model, "model_config", model)).__name__
+            self._names[model] = f"{kind} model {next(self._numbers)}"
+        return Source(self._names[model])
 
     def _recall(self, source: Source, what: str) -> str | None:
         return None if source.file is None else self._memo.get(source.file, what)

@@ -7,6 +7,7 @@ Only a failing engine is left within a run.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class Session:
     dispatcher: Dispatcher
     model: ModelPort
     wanted: str
+    number: int
     entries: dict[Any, Entry] = field(default_factory=dict)
 
     def call(
@@ -122,9 +124,10 @@ class Dispatcher:
     def __init__(self, shelf: EngineShelf, records: Records) -> None:
         self.shelf = shelf
         self.records = records
+        self._runs = itertools.count(1)
 
     def session(self, model: ModelPort, wanted: str) -> Session:
-        return Session(self, model, wanted)
+        return Session(self, model, wanted, next(self._runs))
 
     def resolve(self, session: Session, call: Call, inputs: Mapping[str, Any]) -> Entry:
         """Decide for a signature this run has not met. Slow path, once per run and signature.
@@ -144,6 +147,7 @@ class Dispatcher:
             refusal = Refusal("error", "the decision", str(error), "no error", "see kitchen.jsonl")
             decision = Decision("cuda", "the decision failed", session.wanted, rejected=(("openvino", (refusal,)),))
         record = self.records.of(call, decision)
+        record.begin(session.number)
         steps = record.steps(decision.backend, decision.precision)
         entry = Entry(call, decision, record, clock_for(call.device), record.torch, steps, required=required)
         if decision.backend != "cuda":
@@ -178,7 +182,7 @@ class Dispatcher:
         threshold = self.shelf.threshold_db(decision.precision)
         if figure >= threshold:
             entry.probe = False
-            entry.record.proof_db = figure
+            entry.record.proofs[decision.backend, decision.precision] = figure
             entry.steps.count += 1
             self.shelf.prove(decision, entry.call, figure)
             return output

@@ -15,19 +15,23 @@ _KEPT_RECORDS = 256
 _KEPT_SAMPLES = 64
 _KEPT_FALLBACKS = 20
 MIN_SAMPLES = 3
-"""Fewer step times than this say nothing: the first call of a shape warms up caches."""
+"""Fewer step times than this say nothing."""
 
 
 @dataclass(slots=True)
 class Steps:
-    """Durations of the latest calls of one path, in seconds, and how many calls there were in all."""
+    """Durations of the latest calls of one path, in seconds, and how many calls there were in all.
+
+    The very first call is counted but not timed: it warms caches up and would stand for all where there are few.
+    """
 
     count: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_SAMPLES))
 
     def add(self, seconds: float) -> None:
         self.count += 1
-        self.seconds.append(seconds)
+        if self.count > 1:
+            self.seconds.append(seconds)
 
     @property
     def median_s(self) -> float | None:
@@ -75,7 +79,8 @@ class CudaClock:
 
     def end(self, token: Any, steps: Steps) -> None:
         steps.count += 1
-        self._pending.append((token, self._mark(), steps))
+        if steps.count > 1:
+            self._pending.append((token, self._mark(), steps))
 
     def settle(self) -> None:
         """Read the pending events; waits for the last of them."""
@@ -97,7 +102,9 @@ class Record:
     paths: per backend and precision the calls it served; `("cuda", None)` is ComfyUI's own path.
     device: where the engine executes, as its runtime said after compiling; empty without an engine.
     offer: what `precision: fast` would gain and cost, one sentence.
-    proof_db: PSNR of the engine's first output against PyTorch's, when it was taken in this process.
+    proofs: PSNR in dB of an engine's first output against PyTorch's, by backend and precision, as far as it was taken
+        in this process. run: number of the latest sampling run that used this record.
+    patches: start of the weight patches' fingerprint; empty without patches.
     """
 
     model: str
@@ -105,7 +112,10 @@ class Record:
     decision: Decision
     paths: dict[tuple[BackendId, Precision | None], Steps] = field(default_factory=dict)
     fallbacks: list[str] = field(default_factory=list)
-    proof_db: float | None = None
+    proofs: dict[tuple[BackendId, Precision | None], float] = field(default_factory=dict)
+    run: int = 0
+    patches: str = ""
+    before_run: tuple[int, int] = (0, 0)
     offer: str = ""
     device: str = ""
 
@@ -116,6 +126,16 @@ class Record:
     def torch(self) -> Steps:
         return self.steps("cuda", None)
 
+    @property
+    def engine_calls(self) -> int:
+        return sum(steps.count for (backend, _), steps in list(self.paths.items()) if backend != "cuda")
+
+    def begin(self, run: int) -> None:
+        """From now on calls belong to sampling run number `run`."""
+        if run != self.run:
+            self.run = run
+            self.before_run = (self.engine_calls, self.torch.count)
+
     def fall_back(self, decision: Decision, reason: str) -> None:
         self.decision = decision
         if len(self.fallbacks) < _KEPT_FALLBACKS:
@@ -123,8 +143,8 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         """For the report: plain values, times in milliseconds."""
-        engines = {key: steps for key, steps in self.paths.items() if key[0] != "cuda"}
-        current = engines.get((self.decision.backend, self.decision.precision))
+        path = (self.decision.backend, self.decision.precision)
+        current = self.paths.get(path) if path[0] != "cuda" else None
         return {
             "model": self.model,
             "shape": self.shape,
@@ -136,11 +156,15 @@ class Record:
             "engine": self.decision.engine_digest,
             "rejected": {backend: [r.text for r in reasons] for backend, reasons in self.decision.rejected},
             "codes": {backend: [r.code for r in reasons] for backend, reasons in self.decision.rejected},
-            "engine_calls": sum(steps.count for steps in engines.values()),
+            "run": self.run,
+            "patches": self.patches,
+            "run_engine_calls": self.engine_calls - self.before_run[0],
+            "run_torch_calls": self.torch.count - self.before_run[1],
+            "engine_calls": self.engine_calls,
             "torch_calls": self.torch.count,
             "engine_step_ms": current.median_ms if current else None,
             "torch_step_ms": self.torch.median_ms,
-            "proof_db": self.proof_db,
+            "proof_db": self.proofs.get(path),
             "offer": self.offer,
             "fallbacks": list(self.fallbacks),
         }
@@ -167,6 +191,7 @@ class Records:
             record = self._records.get(key)
             if record is None:
                 record = self._records[key] = Record(call.model.label, call.shape_text, decision)
+                record.patches = call.model.patch_fingerprint[:8]
                 while len(self._records) > _KEPT_RECORDS:
                     self._records.popitem(last=False)
             self._records.move_to_end(key)

@@ -70,11 +70,13 @@ class ModelPort(Protocol):
 class HostPorts:
     """What the host lends the shelf.
 
+    refresh: takes over changed settings; called before every decision.
     poll: raises one of `interrupts` when the user interrupted the prompt.
     node: id of the node that is being executed on the calling thread, or None.
     show: shows a line of text on a node, from any thread; never raises.
     """
 
+    refresh: Callable[[], None]
     poll: Callable[[], None]
     interrupts: tuple[type[BaseException], ...]
     node: Callable[[], str | None]
@@ -147,6 +149,7 @@ class EngineShelf:
 
         Raises NoBackendError when `backend.fallback` is `none`, and what `HostPorts.poll` raises while it waits.
         """
+        self.host.refresh()
         settings = self.settings
         policy = self._policy(wanted, settings)
         asked = policy.default if policy.wanted == "auto" else policy.wanted
@@ -182,7 +185,8 @@ class EngineShelf:
         if decision.backend == "cuda" or decision.precision is None:
             return ""
         state = self._state(decision.backend, call, settings)
-        return fast_offer(state.measurements, decision.precision, self._policy("auto", settings).thresholds_db)
+        offer = fast_offer(state.measurements, decision.precision, self._policy("auto", settings).thresholds_db)
+        return f"{offer} Measured while the engine was built."
 
     def announce(self, label: str, call: Call, decision: Decision) -> None:
         """Write the decision to the journal when it differs from the last one for this model and shape."""
@@ -292,6 +296,7 @@ class EngineShelf:
             if self._too_early(key.digest, call, settings) and not (blocking and settings.builds.patched_after_runs):
                 return None
         options = self._options(backend, settings)
+        store = self.store  # `runtime_cache` may change while the build runs
         spec = JobSpec(
             backend=backend, profile=key.profile, options=options, network=model.network_spec(),
         )  # fmt: skip
@@ -303,8 +308,8 @@ class EngineShelf:
             prepare=model.prepare(inputs),
             command=model.command(),
             env={},
-            stage=self.store.stage,
-            commit=lambda folder, result, seconds: self._commit(key, model.label, folder, result, seconds),
+            stage=store.stage,
+            commit=lambda folder, result, seconds: self._commit(store, key, model.label, folder, result, seconds),
             timeout_s=settings.builds.timeout_min * 60,
             memory_ceiling_bytes=int(settings.builds.memory_ceiling_gb * _GB),
             low_priority=not blocking,
@@ -312,21 +317,23 @@ class EngineShelf:
         self._nodes[key.digest] = self.host.node() or self._nodes.get(key.digest)
         return self.queue.submit(job)
 
-    def _commit(self, key: EngineKey, label: str, folder: Path, result: dict[str, Any], seconds: float) -> None:
+    def _commit(
+        self, store: EngineStore, key: EngineKey, label: str, folder: Path, result: dict[str, Any], seconds: float
+    ) -> None:
         built = result_from_json(result)
-        staged = self.store.stage()
+        staged = store.stage()
         try:
             for item in folder.iterdir():
                 item.replace(staged / item.name)
-            self.store.put(
+            store.put(
                 key, staged, build_seconds=seconds, label=label, profile=built.profile,
                 measurements=built.measurements, notes=built.notes,
             )  # fmt: skip
         except BaseException:
-            self.store.discard(staged)
+            store.discard(staged)
             raise
         self._failed.pop(key.folder_name, None)
-        self.store.evict(in_use=self._loaded.digests() | {key.folder_name})
+        store.evict(in_use=self._loaded.digests() | {key.folder_name})
 
     def _build_after_digest(
         self, model: ModelPort, call: Call, inputs: Mapping[str, Any], policy: Policy, settings: Settings

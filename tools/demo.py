@@ -252,6 +252,8 @@ def demo(options: argparse.Namespace) -> None:
     if wrong:
         raise DemoError(wrong)
     say("the engine ran, and its picture is PyTorch's")
+    if ours.step_s > stock.step_s:
+        say("it was slower than PyTorch here: the demo asks for openvino by name, `auto` would have kept PyTorch")
 
 
 def positive(text: str) -> int:

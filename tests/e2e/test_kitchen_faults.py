@@ -265,6 +265,42 @@ def test_a_bad_yaml_is_told_and_the_defaults_apply(small_server: MakeServer) -> 
         assert "is fine again" in server.log_text
 
 
+def test_another_cache_folder_counts_from_the_next_prompt_on(small_server: MakeServer) -> None:
+    server = small_server("moved")
+    configure(server, "build: blocking\n")
+    with server:
+        pictures(server, ours(64))
+        assert len(engines(server)) == 1
+        configure(server, "build: blocking\nruntime_cache: my engïnes\n")
+        pictures(server, ours(65))
+        found = [p for p in (server.base / "my engïnes").glob("[0-9a-f]*") if p.is_dir()]
+        assert len(found) == 1
+        assert server.report()["cache"] == str(server.base / "my engïnes")
+        # a folder inside the pack is refused, which the report tells, and no prompt is lost
+        configure(server, f"runtime_cache: {(ROOT / 'cache').as_posix()}\n")
+        pictures(server, ours(66))
+        assert "inside the accelerator's own folder" in server.report()["config_problem"]
+        assert Calls.of(server).engine >= 6
+
+
+def test_two_models_of_other_loaders_have_reports_of_their_own(small_server: MakeServer) -> None:
+    server = small_server("two_models")
+    configure(server, "build: never\n")
+    with server:
+        made = painted(STOCK, 67)
+        made["other"] = {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": SD3}}
+        for name, source in (("one", "loader"), ("two", "other")):
+            made[name] = {"class_type": "KitchenAccelerate", "inputs": {"model": [source, 0], "backend": "openvino"}}
+            made[f"report_{name}"] = {
+                "class_type": "KitchenReport",
+                "inputs": {"model": [name, 0], "after": ["sampler", 0]},
+            }
+        made["sampler"]["inputs"]["model"] = ["one", 0]
+        outputs = server.run(made)["outputs"]
+        assert "SD15 model" in outputs["report_one"]["text"][0]
+        assert "Nothing has run yet" in outputs["report_two"]["text"][0]
+
+
 def test_without_a_fallback_the_prompt_fails_with_all_reasons(small_server: MakeServer) -> None:
     server = small_server("no_fallback")
     configure(server, "backend:\n  fallback: none\n  enabled: [cuda]\n")

@@ -73,6 +73,7 @@ class FakeShelf:
 
     def __init__(self, engine: FakeEngine | None, *, required: bool = False, proven: bool = True) -> None:
         self.engine = engine
+        self.precision: Precision = "fp32"
         self.fallback_forbidden = required
         self.is_proven = proven
         self.journal = FakeJournal()
@@ -92,7 +93,7 @@ class FakeShelf:
             reason = Refusal("a", "b", "c", "d")
             return Decision("cuda", "no engine", wanted, rejected=(("openvino", (reason,)),)), call
         # waiting for a digest makes another call of the one that was asked with
-        return Decision("openvino", "asked for", wanted, "digest", "fp32"), replace(call, model=DIGESTED)
+        return Decision("openvino", "asked for", wanted, "digest", self.precision), replace(call, model=DIGESTED)
 
     def lease(self, decision: Decision, call: Call) -> Lease:
         assert call.model == DIGESTED, "the engine of a call is found by what is known of it now"
@@ -292,6 +293,34 @@ def test_finish_gives_every_engine_back_and_the_next_run_decides_again() -> None
     rig.session.finish()
     assert rig.shelf.released == 1
     assert not rig.session.entries
+
+
+def test_a_proof_belongs_to_its_precision_and_counters_to_their_run() -> None:
+    """What a user reads must be of what ran, not of another precision or an earlier prompt."""
+    shelf = FakeShelf(engine := FakeEngine(spoil=0.0), proven=False)
+    rig = Rig(shelf)
+    rig.step()
+    rig.step()
+    assert rig.entry["proof_db"] == PEAK_DB
+    assert (rig.entry["run_engine_calls"], rig.entry["run_torch_calls"]) == (2, 1)
+    rig.session.finish()
+    engine.precision = shelf.precision = "bf16"
+    shelf.is_proven = True
+    rig.session = rig.session.dispatcher.session(FakeModel(), "auto")  # type: ignore[arg-type]
+    rig.step()
+    assert rig.entry["precision"] == "bf16"
+    assert rig.entry["proof_db"] is None
+    assert (rig.entry["run_engine_calls"], rig.entry["run_torch_calls"]) == (1, 0)
+    assert (rig.entry["engine_calls"], rig.entry["torch_calls"]) == (3, 1)
+    assert rig.entry["run"] == 2
+
+
+def test_the_first_call_warms_up_and_is_not_timed() -> None:
+    rig = Rig(FakeShelf(None))
+    rig.step()
+    assert (rig.entry["torch_calls"], rig.entry["torch_step_ms"]) == (1, None)
+    rig.step()
+    assert (rig.entry["torch_calls"], rig.entry["torch_step_ms"]) == (2, pytest.approx(0, abs=1000))
 
 
 class TestPsnr:

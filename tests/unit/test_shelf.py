@@ -174,7 +174,9 @@ class Rig:
 
     def fresh(self) -> EngineShelf:
         """What another process on the same cache would have."""
-        host = HostPorts(self.poll, (Interrupted,), lambda: "7", lambda text, node: self.shown.append((text, node)))
+        host = HostPorts(
+            lambda: None, self.poll, (Interrupted,), lambda: "7", lambda text, node: self.shown.append((text, node))
+        )
         return EngineShelf(
             SettingsFile(self.yaml), self.store, self.queue, Records(), self.journal, host,  # type: ignore[arg-type]
         )  # fmt: skip
