@@ -42,6 +42,10 @@ def psnr_db(reference: Any, candidate: Any) -> float:
     return min(PEAK_DB, 20 * math.log10(peak) - 10 * math.log10(mse))
 
 
+def _ms(value: float | None) -> str:
+    return "not timed" if value is None else f"{value:.1f} ms"
+
+
 @dataclass(slots=True)
 class Entry:
     """What a session does with one signature: cached so that the hot path is one dictionary look-up."""
@@ -220,12 +224,32 @@ class Dispatcher:
         return eager()
 
     def finish(self, session: Session) -> None:
+        """The run is over: read its clocks, let its engines go, and write its times to the journal."""
         for entry in session.entries.values():
-            entry.clock.settle()
-            if entry.lease is not None:
-                self.shelf.release(entry.lease)
             entry.engine = None
+            try:
+                entry.clock.settle()
+                if entry.lease is not None:
+                    self.shelf.release(entry.lease)
+            except Exception as error:
+                # the picture is made by now; what a driver says while it lets go must not cost it
+                self.shelf.journal.event("error", f"the end of a run: {error}", level="warning", error=error)
+        if session.entries:
+            self._tell(session)
         session.entries.clear()
+
+    def _tell(self, session: Session) -> None:
+        records = {id(entry.record): entry.record for entry in session.entries.values()}
+        figures = [record.as_json() for record in records.values()]
+        lines = [
+            f"[{f['shape']}] {f['backend']}: {f['run_engine_calls']} calls on an engine, {f['run_torch_calls']} on "
+            f"PyTorch; a step: engine {_ms(f['engine_step_ms'])}, PyTorch {_ms(f['torch_step_ms'])}"
+            for f in figures
+        ]
+        # one line on the console, the rest of a run with several shapes below it in kitchen.log
+        self.shelf.journal.event(
+            "run", f"{session.model.label} {lines[0]}", detail=lines[1:], run=session.number, figures=figures
+        )
 
     def _retire(self, entry: Entry, error: Exception) -> None:
         backend = entry.decision.backend

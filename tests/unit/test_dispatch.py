@@ -293,6 +293,11 @@ def test_finish_gives_every_engine_back_and_the_next_run_decides_again() -> None
     rig.session.finish()
     assert rig.shelf.released == 1
     assert not rig.session.entries
+    rig.session.finish()
+    assert len(rig.shelf.journal.of("run")) == 1, "a run that is over is told once"
+    _, message, fields = rig.shelf.journal.of("run")[0]
+    assert "1 calls on an engine, 0 on PyTorch" in message
+    assert fields["figures"][0]["run"] == fields["run"] == 1
 
 
 def test_a_proof_belongs_to_its_precision_and_counters_to_their_run() -> None:
@@ -321,6 +326,18 @@ def test_the_first_call_warms_up_and_is_not_timed() -> None:
     assert (rig.entry["torch_calls"], rig.entry["torch_step_ms"]) == (1, None)
     rig.step()
     assert (rig.entry["torch_calls"], rig.entry["torch_step_ms"]) == (2, pytest.approx(0, abs=1000))
+
+
+def test_an_engine_that_cannot_be_let_go_costs_no_picture() -> None:
+    rig = Rig(FakeShelf(FakeEngine()))
+    rig.step()
+
+    def release(lease: Lease) -> None:
+        raise OSError("driver")
+
+    rig.shelf.release = release  # type: ignore[method-assign]
+    rig.session.finish()
+    assert "driver" in rig.shelf.journal.of("error")[0][1]
 
 
 class TestPsnr:
