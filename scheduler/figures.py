@@ -14,8 +14,6 @@ from ..backends.base import BackendId, Call, Decision, Precision, StepTimes
 _KEPT_RECORDS = 256
 _KEPT_SAMPLES = 64
 _KEPT_FALLBACKS = 20
-MIN_SAMPLES = 3
-"""Fewer step times than this say nothing."""
 
 
 @dataclass(slots=True)
@@ -199,7 +197,7 @@ class Records:
             return record
 
     def times(self, call: Call) -> tuple[StepTimes, ...]:
-        """Step times measured in this process for this call's model and shapes, with enough samples to count."""
+        """Step times measured in this process for this call's model and shapes; `decide` knows how many it trusts."""
         with self._lock:
             record = self._records.get(self._key(call))
         if record is None:
@@ -207,7 +205,7 @@ class Records:
         return tuple(
             StepTimes(backend, precision, median, len(steps.seconds))
             for (backend, precision), steps in list(record.paths.items())
-            if (median := steps.median_s) is not None and len(steps.seconds) >= MIN_SAMPLES
+            if (median := steps.median_s) is not None
         )
 
     def select(self, label: str | None) -> list[Record]:
